@@ -1,0 +1,107 @@
+"""The one place where private torch names are used.
+
+Every name below is private in torch, has no public counterpart with the same
+meaning, and is looked up here once, so that a torch release that moves it
+breaks one file and one test (``tests/test_torch_shim.py``). The versions are
+those in which the name was seen to work.
+
+Imports no other module of the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# The first call of a dispatch mode imports dynamo lazily, and the frames of that
+# import would keep the first tape alive for good (2.10-2.14).
+import torch._dynamo  # noqa: F401
+
+__all__ = [
+    "SingleLevelFunction",
+    "any_functorch_transform",
+    "autograd_keeps_graph",
+    "conjugate_view",
+    "current_saved_tensor_hooks",
+    "free_weak_storage",
+    "is_traceable_subclass",
+    "no_autocast",
+    "no_dispatch",
+    "queue_after_backward",
+    "storage_key",
+    "take_weak_storage",
+    "weak_storage_is_dead",
+]
+
+# `Function.apply` calls `super().apply`; the class below is where `f = Fn.apply`,
+# bound before we were imported, still arrives (2.0-2.14).
+SingleLevelFunction: type = torch.autograd.function._SingleLevelFunction  # type: ignore[attr-defined]
+
+# The Python-only context that `torch.utils.checkpoint` too uses to replay baked-in casts (1.11-2.14).
+no_autocast: Callable[[], Any] = torch._C._DisableAutocast
+
+
+# Runs the body below every Python dispatch mode and subclass (1.11-2.14).
+no_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Address of the C++ storage of ``tensor``: its identity while something (weakly) pins it (2.0-2.14)."""
+    return tensor.untyped_storage()._cdata
+
+
+def take_weak_storage(storage: torch.UntypedStorage) -> int:
+    """Pin the C++ struct of ``storage``, not its bytes; pair with :func:`free_weak_storage` (1.x-2.14)."""
+    return storage._weak_ref()  # type: ignore[no-any-return]
+
+
+def free_weak_storage(key: int) -> None:
+    """Give back one pin taken by :func:`take_weak_storage`."""
+    torch.UntypedStorage._free_weak_ref(key)  # type: ignore[attr-defined]
+
+
+def weak_storage_is_dead(key: int) -> bool:
+    """Whether the bytes behind a pinned storage are gone."""
+    return bool(torch.UntypedStorage._expired(key))  # type: ignore[attr-defined]
+
+
+def any_functorch_transform() -> bool:
+    """Whether a ``torch.func`` transform is active on this thread (2.1-2.14)."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def current_saved_tensor_hooks() -> Callable[[torch.Tensor], Any] | None:
+    """The pack hook autograd would call now, or None (2.1-2.14)."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003
+    return hooks[0] if hooks else None
+
+
+def autograd_keeps_graph() -> bool:
+    """Whether the backward that runs now was asked to retain its graph; only valid inside a backward (2.1-2.14)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined,no-any-return]
+
+
+def queue_after_backward(callback: Callable[[], None]) -> bool:
+    """Run ``callback`` when the backward that runs now ends; False where none runs (1.x-2.14)."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    return True
+
+
+def conjugate_view(tensor: torch.Tensor, conjugate: bool, negative: bool) -> torch.Tensor:
+    """Set the lazy conj and neg bits on a view of ``tensor`` (1.10-2.14)."""
+    if conjugate:
+        tensor = torch._conj(tensor)
+    if negative:
+        tensor = torch._neg_view(tensor)
+    return tensor
+
+
+def is_traceable_subclass(tensor: object) -> bool:
+    """Whether a tensor subclass can be taken apart with ``__tensor_flatten__`` (2.1-2.14)."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # noqa: PLC0415 - one private module
+
+    return is_traceable_wrapper_subclass(tensor)

@@ -1,0 +1,1 @@
+"""Regions, the tape that serves them, and the verbs that wrap modules."""

@@ -1,0 +1,322 @@
+"""``recompute="call"``: run the module again through ``torch.utils.checkpoint``, with our own context pair.
+
+For regions whose inside the tape cannot see (compiled layers, opaque kernels).
+SAVE, SWAP and RECOMPUTE still mean what they say (U18). Hazard: Python is run
+again, so training is the same only as far as ``torch.utils.checkpoint``'s is:
+BatchNorm statistics move twice and host randomness is drawn twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
+from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts as torch_contexts
+
+from lowtide import _torch
+from lowtide.activations.answers import CheckpointFrame
+from lowtide.activations.operators import Kind, operator_of
+from lowtide.errors import ReplayError, UnsupportedError, explain
+from lowtide.policy import CheckpointPolicy, Fate, PolicyFn, SelectiveCheckpointContext, as_policy, fate_of
+from lowtide.residency.group import Storage
+from lowtide.residency.manager import SwapManager, Visit
+from lowtide.residency.swap_tensor import SwapTensor
+from lowtide.storage import is_parameter
+
+if TYPE_CHECKING:
+    from lowtide.activations.region import Region
+
+__all__ = ["create_selective_checkpoint_contexts", "is_running_again", "lower_to_checkpoint", "run_again", "state_that_moves_twice"]
+
+Tensor = torch.Tensor
+
+
+class _Cached:
+    """One operator's outputs that need not be computed again."""
+
+    __slots__ = ("is_sequence", "items", "kind")
+
+    def __init__(self, out: Any) -> None:
+        self.is_sequence = type(out) in (tuple, list)
+        self.kind = type(out)
+        self.items: list[Any] = [_Kept(o) if isinstance(o, Tensor) else o for o in (out if self.is_sequence else [out])]
+
+    def get(self, where: str) -> Any:
+        values = [item.get(where) if isinstance(item, _Kept) else item for item in self.items]
+        return self.kind(values) if self.is_sequence else values[0]
+
+
+class _Kept:
+    """One output: resident, or a swap tensor."""
+
+    __slots__ = ("key", "swap", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor.detach()
+        self.key = _torch.storage_key(tensor)
+        self.version = tensor._version
+        self.swap: SwapTensor | None = None
+
+    def get(self, where: str) -> Tensor:
+        if self.swap is not None:
+            return self.swap.bring_back(where).detach()
+        assert self.tensor is not None
+        return self.tensor.detach()
+
+    def __del__(self) -> None:
+        if self.swap is not None:
+            self.swap.release()
+
+
+class _Memory:
+    """What the forward context remembers for the recompute context."""
+
+    def __init__(self) -> None:
+        self.cached: dict[tuple[Any, int], _Cached] = {}
+        self.storages: list[Storage] = []
+        self.visit: Visit | None = None
+
+
+class _ForwardContext(TorchDispatchMode):
+    """Runs every operator and keeps or swaps what the policy names."""
+
+    def __init__(self, frame: CheckpointFrame, memory: _Memory) -> None:
+        super().__init__()
+        self._frame = frame
+        self._memory = memory
+        self._calls: dict[Any, int] = defaultdict(int)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __enter__(self) -> _ForwardContext:
+        manager = SwapManager()
+        self._memory.visit = manager.begin_visit() if manager.learns_here else None
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if error[0] is None:
+            self._hand_over()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        operator = operator_of(func)
+        if operator.kind is Kind.PASS:
+            return out
+        index = self._calls[func]
+        self._calls[func] += 1
+        if operator.writes:
+            self._drop_overwritten(operator.written(args, kwargs))
+            return out
+        answer = self._frame.for_operator(operator, args, kwargs)
+        if answer is not None and fate_of(answer) is not Fate.RECOMPUTE:
+            cached = self._memory.cached[func, index] = _Cached(out)
+            if fate_of(answer) is Fate.SWAP:
+                self._stow(cached, answer)
+        return out
+
+    def _drop_overwritten(self, targets: list[Tensor]) -> None:
+        """A cached result is overwritten: it is computed again instead, never used as it is now."""
+        keys = {_torch.storage_key(t) for t in targets}
+        for name, cached in list(self._memory.cached.items()):
+            if any(isinstance(item, _Kept) and item.key in keys for item in cached.items):
+                del self._memory.cached[name]
+
+    def _stow(self, cached: _Cached, answer: CheckpointPolicy) -> None:
+        manager = SwapManager()
+        if not manager.is_scheduled:
+            return
+        for item in cached.items:
+            if not isinstance(item, _Kept) or item.tensor is None or is_parameter(item.tensor):
+                continue
+            if item.tensor.untyped_storage().nbytes() < manager.settings.min_bytes:
+                continue
+            item.swap = manager.adopt(item.tensor, self._frame.name)
+            item.swap.must |= answer is CheckpointPolicy.MUST_SWAP
+
+    def _hand_over(self) -> None:
+        memory, manager = self._memory, SwapManager()
+        storage = Storage(self._frame.name)
+        for cached in memory.cached.values():
+            for item in cached.items:
+                if isinstance(item, _Kept) and item.swap is not None:
+                    item.tensor = None
+                    storage.swap(item.swap)
+        if storage.tensors:
+            memory.storages.append(storage)
+            filed = manager.file_under(storage, memory.visit)
+            for tensor in storage.tensors:
+                tensor.visit = tensor.visit or filed
+        if memory.visit is not None:
+            manager.end_visit(memory.visit)
+
+
+class _RecomputeContext(TorchDispatchMode):
+    """Gives back what was kept or swapped without running the operator; runs the rest."""
+
+    def __init__(self, name: str, memory: _Memory) -> None:
+        super().__init__()
+        self._name = name
+        self._memory = memory
+        self._calls: dict[Any, int] = defaultdict(int)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __enter__(self) -> _RecomputeContext:
+        self._calls.clear()
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator_of(func).kind is Kind.PASS:
+            return func(*args, **(kwargs or {}))
+        index = self._calls[func]
+        self._calls[func] += 1
+        cached = self._memory.cached.get((func, index))
+        if cached is None:
+            return func(*args, **(kwargs or {}))
+        for item in cached.items:
+            if isinstance(item, _Kept) and item.tensor is not None and item.tensor._version != item.version:
+                raise ReplayError(
+                    explain(
+                        f"the kept output of {func} was modified in place",
+                        expected=f"version {item.version}",
+                        got=f"version {item.tensor._version}",
+                        where=self._name,
+                        remedy="Do not keep that operator's output.",
+                    )
+                )
+        out = cached.get(self._name)
+        if not _torch.autograd_keeps_graph():
+            del self._memory.cached[func, index]
+        return out
+
+
+def create_selective_checkpoint_contexts(
+    policy_fn: PolicyFn,
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The pair (forward context, recompute context) for ``context_fn`` of ``torch.utils.checkpoint`` (U18).
+
+    SAVE and SWAP outputs are given back in backward without running the operator
+    again, RECOMPUTE runs it. ``policy_fn(ctx, op, *args, **kwargs)`` is asked once
+    per call, in forward; its answers are reused by (operator, invocation). Costs
+    the kept bytes until backward; swapped ones need a schedule.
+
+    >>> import functools, torch
+    >>> from torch.utils.checkpoint import checkpoint
+    >>> from lowtide.policy import save_ops
+    >>> contexts = functools.partial(create_selective_checkpoint_contexts, save_ops("aten.mm"))
+    >>> x = torch.randn(2, 2, requires_grad=True)
+    >>> y = checkpoint(lambda t: (t @ t).sin(), x, use_reentrant=False, context_fn=contexts)
+    >>> y.sum().backward()
+    """
+    name = getattr(policy_fn, "__name__", type(policy_fn).__name__)
+    return _contexts(CheckpointFrame(name, policy_fn, swap_inputs=False))
+
+
+def _contexts(frame: CheckpointFrame) -> tuple[_ForwardContext, _RecomputeContext]:
+    memory = _Memory()
+    return _ForwardContext(frame, memory), _RecomputeContext(frame.name, memory)
+
+
+class _Local(threading.local):
+    depth = 0
+
+
+_local = _Local()
+
+
+def is_running_again() -> bool:
+    """Whether a region in call mode runs on this thread: regions inside of it are plain calls."""
+    return _local.depth > 0
+
+
+def run_again(region: Region, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """One call of a region in call mode."""
+    leaves, spec = tree_flatten((args, kwargs))
+    # Only positional tensors reach outer hooks: hand over every tensor as one.
+    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def call(*tensors: Any) -> Any:
+        filled = list(rest)
+        for i, tensor in zip(where, tensors, strict=True):
+            filled[i] = tensor
+        again_args, again_kwargs = tree_unflatten(filled, spec)
+        _local.depth += 1
+        try:
+            return fn(*again_args, **again_kwargs)
+        finally:
+            _local.depth -= 1
+
+    options: dict[str, Any] = {"use_reentrant": False}
+    if region.policy is not None:
+        frame = CheckpointFrame(region.name, region.policy, swap_inputs=region.swap_inputs)
+        options["context_fn"] = functools.partial(_contexts, frame)
+    checkpointed = functools.partial(checkpoint, call, **options)
+    tensors = [leaves[i] for i in where]
+    region.row.start_call()
+    return region.run_with_swapped_inputs(checkpointed, tensors) if region.swap_inputs else checkpointed(*tensors)
+
+
+def state_that_moves_twice(module: Any) -> list[str]:
+    """What a second run of a module's Python would visibly change: running statistics, host randomness."""
+    if not isinstance(module, torch.nn.Module):
+        return []
+    found: list[str] = []
+    for name, child in module.named_modules():
+        if isinstance(child, torch.nn.modules.batchnorm._BatchNorm) and child.track_running_stats:
+            found.append(f"BatchNorm statistics ({name or type(child).__name__})")
+        code = getattr(type(child).forward, "__code__", None)
+        scope = getattr(type(child).forward, "__globals__", {})
+        for used in code.co_names if code is not None else ():
+            origin = getattr(scope.get(used), "__name__", "")
+            if origin in {"random", "numpy.random"} or (origin == "numpy" and "random" in code.co_names):
+                found.append(f"host randomness ({name or type(child).__name__} uses {used})")
+    return found
+
+
+def _refuse_swap_in_graph(where: str) -> UnsupportedError:
+    return UnsupportedError(
+        explain(
+            "a compiled graph cannot swap",
+            expected="save or recompute under torch.compile",
+            got="a swap",
+            where=where,
+            remedy="Compile the layer first and wrap the compiled layer (recompute='call'), or do not swap it.",
+        )
+    )
+
+
+def lower_to_checkpoint(region: Region, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Under ``torch.compile``: the same wish in the words that the compiler understands."""
+    policy = region.policy
+    if region.kind == "swap" or region.swap_inputs:
+        raise _refuse_swap_in_graph(region.name)
+    if policy is None:
+        return checkpoint(fn, *args, use_reentrant=False, **kwargs)
+
+    def translated(ctx: Any, op: Any, *op_args: Any, **op_kwargs: Any) -> TorchPolicy:
+        ours = SelectiveCheckpointContext(is_recompute=bool(ctx.is_recompute))
+        answer = as_policy(policy(ours, op, *op_args, **op_kwargs), region.name)
+        if fate_of(answer) is Fate.SWAP:
+            raise _refuse_swap_in_graph(region.name)
+        return TorchPolicy(answer.value)
+
+    contexts = functools.partial(torch_contexts, translated)
+    return checkpoint(fn, *args, use_reentrant=False, context_fn=contexts, **kwargs)

@@ -1,0 +1,161 @@
+"""The in-place wrap: an instance attribute ``forward`` that knows its module only weakly.
+
+Law (off means untouched): parameter names, ``state_dict`` keys, ``isinstance``,
+``deepcopy`` and ``pickle`` behave as before; a wrapped module dies by reference
+counting; what is attached can be detached.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowtide.activations.region import Region, notify_on_backward, stow_open_tapes
+from lowtide.errors import WrapError, explain
+from lowtide.residency.manager import SwapManager, Visit, watch_chained_layers
+
+__all__ = ["WrappedForward", "attach", "attached", "detach_if_idle"]
+
+
+class WrappedForward:
+    """Stands in for ``module.forward``: region, chain boundary and learned order of one module."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = weakref.ref(module)
+        # Somebody else's patch on the instance stays in force below ours.
+        self.original: Callable[..., Any] | None = module.__dict__.get("forward")
+        self.region: Region | None = None
+        self.is_unit = False
+        self.learns = 0
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The module, which is alive while its forward is called."""
+        module = self._module()
+        if module is None:
+            raise WrapError(
+                explain(
+                    "the forward of a module that is gone was called",
+                    expected="a live module",
+                    got="None",
+                    where="lowtide",
+                    remedy="Keep the module alive as long as its forward is used.",
+                )
+            )
+        return module
+
+    def inner(self) -> Callable[..., Any]:
+        """The forward below ours, looked up at each call so that later changes to the class are seen."""
+        if self.original is not None:
+            return self.original
+        module = self.module
+        bound: Callable[..., Any] = type(module).forward.__get__(module)
+        return bound
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward under everything that is attached to it."""
+        fn = self.inner()
+        if torch.compiler.is_compiling():
+            return fn(*args, **kwargs) if self.region is None else self.region.run(fn, args, kwargs)
+        manager = SwapManager()
+        unit = self._begin_unit(manager)
+        if self.learns:
+            manager.begin_learning()
+        try:
+            out = fn(*args, **kwargs) if self.region is None else self.region.run(fn, args, kwargs)
+            if unit is not None:
+                stow_open_tapes()
+        finally:
+            if self.learns:
+                manager.end_learning()
+            if unit is not None:
+                manager.units.pop()
+        if unit is not None:
+            manager.end_visit(unit, self.module)
+            if unit.storages:
+                notify_on_backward(out, unit.reached)
+        return out
+
+    def _begin_unit(self, manager: SwapManager) -> Visit | None:
+        if not self.is_unit or not torch.is_grad_enabled():
+            return None
+        unit = manager.begin_visit()
+        manager.units.append(unit)
+        return unit
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.inner())
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.inner()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WrappedForward:
+        # copy.deepcopy has already made the copy of the module when it comes to its attributes.
+        module = memo.get(id(self.module), self.module)
+        made = WrappedForward.__new__(WrappedForward)
+        made._module = weakref.ref(module)
+        made.original = self.original
+        made.region = None if self.region is None else self.region.fresh()
+        made.is_unit = False
+        made.learns = self.learns
+        memo[id(self)] = made
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state["_module"] = self.module
+        state["is_unit"] = False  # a chain names objects of this process
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._module = weakref.ref(state["_module"])
+
+
+def attached(module: torch.nn.Module) -> WrappedForward | None:
+    """What is attached to a module, or None."""
+    found = module.__dict__.get("forward")
+    return found if isinstance(found, WrappedForward) else None
+
+
+def attach(module: torch.nn.Module) -> WrappedForward:
+    """The in-place wrap of a module, made if need be."""
+    found = attached(module)
+    if found is None:
+        found = WrappedForward(module)
+        module.__dict__["forward"] = found
+    return found
+
+
+def detach_if_idle(module: torch.nn.Module) -> None:
+    """Take the wrap off once nothing uses it."""
+    found = attached(module)
+    if found is None or found.region is not None or found.is_unit or found.learns:
+        return
+    if found.original is not None:
+        module.__dict__["forward"] = found.original
+    else:
+        del module.__dict__["forward"]
+
+
+def _watch_unit(layer: Any) -> None:
+    if not isinstance(layer, torch.nn.Module):
+        raise WrapError(
+            explain(
+                "a chain names something that is no module",
+                expected="two torch.nn.Module objects",
+                got=type(layer).__name__,
+                where="set_forward_prefetch_layer",
+                remedy="Chain the modules whose forward calls follow each other.",
+            )
+        )
+    attach(layer).is_unit = True
+
+
+watch_chained_layers(_watch_unit)

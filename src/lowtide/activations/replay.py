@@ -1,0 +1,374 @@
+"""Backward: a handle is unpacked, and the minimal closure of recorded operators runs again.
+
+Law: only nodes that the asked value really needs run, each at most once per
+backward, in the order in which they were recorded; Python of the user's is
+never run (but for Functions declared pure). A value dies after its last use.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from lowtide import _torch
+from lowtide.activations.certify import verify
+from lowtide.activations.function_node import FunctionArgument, call_forward
+from lowtide.activations.recorder import tensors_in
+from lowtide.activations.tape import Packed, Tape
+from lowtide.activations.values import LEAF, FunctionNode, Handle, Node, Value, Write
+from lowtide.errors import ModifiedError, ReplayError, explain
+from lowtide.storage import Layout, layout_of, rebuild, same_layout, whole
+
+__all__ = ["unpack"]
+
+Tensor = torch.Tensor
+
+
+def unpack(packed: Any) -> Any:
+    """Called by autograd when backward needs a saved tensor."""
+    if type(packed) is Handle:
+        tape = packed.tape
+        with tape.lock:
+            return _unpack(tape, packed)
+    if type(packed) is Packed:
+        parts = {name: unpack(part) for name, part in packed.parts.items()}
+        return packed.subclass.__tensor_unflatten__(parts, packed.context, packed.size, packed.stride)
+    return packed
+
+
+def _unpack(tape: Tape, handle: Handle) -> Tensor:
+    value = handle.value
+    in_backward = tape.epoch_open or _open_epoch(tape)
+    if tape.on_backward is not None:
+        visit, tape.on_backward = tape.on_backward, None
+        visit.reached()
+    base = resident(tape, value)
+    if base is None:
+        _replay(tape, value)
+        base = resident(tape, value)
+        assert base is not None
+    # Autograd may edit what it gets: never the tensor that we keep.
+    out = rebuild(base, handle.layout)
+    if out is base:
+        out = base.detach()
+    if value.cache is not None:
+        value.handed_out = True
+    if not handle.done and not (not tape.closed and in_backward and _torch.autograd_keeps_graph()):
+        handle.done = True
+        value.pending -= 1
+    if tape.closed:
+        tape.drop_if_done(value)
+    if not in_backward:
+        _close_epoch(tape)
+    if handle.checksum is not None:
+        verify(handle.checksum, out, operator=producer(tape, value), where=tape.name)
+    return out
+
+
+def producer(tape: Tape, value: Value) -> str:
+    """Name of the operator that made a value, for messages."""
+    if value.node == LEAF:
+        return value.opaque or "an input of the region"
+    node = tape.nodes[value.node] if value.node < len(tape.nodes) else None
+    if node is None:
+        return "a kept operator"
+    return node.function.__qualname__ if isinstance(node, FunctionNode) else str(node.operator.func)
+
+
+def resident(tape: Tape, value: Value) -> Tensor | None:
+    """The tensor that holds a value's bytes on the device now, or None if it must be replayed."""
+    if value.poison is not None:
+        raise ModifiedError(
+            explain(
+                value.poison,
+                expected="the value that was saved",
+                got="a newer one",
+                where=tape.name,
+                remedy="Mark the writer's results as kept, or wrap with recompute='call'.",
+            )
+        )
+    cache = value.cache
+    if cache is not None:
+        if cache._version != value.cache_version:  # R13
+            raise ModifiedError(
+                explain(
+                    "a recomputed tensor was modified in place during backward",
+                    expected=f"version {value.cache_version}",
+                    got=f"version {cache._version}",
+                    where=tape.name,
+                    remedy="A backward must not write to its saved tensors: clone them first.",
+                )
+            )
+        return cache
+    if value.held is not None:
+        return tape.check_held(value)
+    if value.swap is not None:
+        return value.swap.bring_back(tape.name)
+    return None
+
+
+# ---- the backward that is running --------------------------------------------------------------
+
+
+def _open_epoch(tape: Tape) -> bool:
+    """Note that a backward runs; its end is reported to the tape only while the tape lives."""
+    reference = weakref.ref(tape)
+
+    def ended() -> None:
+        alive = reference()
+        if alive is not None:
+            with alive.lock:
+                _close_epoch(alive)
+
+    if not _torch.queue_after_backward(ended):
+        return False
+    tape.epoch_open = True
+    tape.drops = tape.fresh and tape.closed and not _torch.autograd_keeps_graph()
+    return True
+
+
+def _close_epoch(tape: Tape) -> None:
+    """Backward ended: forget what it cached. A later one plans for itself."""
+    tape.epoch_open = tape.drops = False
+    if tape.closed:
+        tape.fresh = False
+    dropped, tape.dropped = tape.dropped, False
+    for node in tape.nodes:
+        if node is None:
+            continue
+        for value in _values_of(node):
+            if value.cache is None:
+                continue
+            if dropped and value.held is None and (value.pending > 0 or value.uses > 0):
+                # What it is made from may be gone: it becomes a leaf.
+                value.held, value.version = value.cache, value.cache_version
+            value.cache = None
+    for node in tape.nodes:
+        if node is not None:
+            for value in node.inputs:
+                value.uses = 0
+    tape.planned = set()
+
+
+def _values_of(node: Node | FunctionNode) -> list[Value]:
+    values = [*node.inputs, *(value for _, value in node.outputs)]
+    if isinstance(node, Node) and node.writes is not None:
+        values.extend(write.new for write in node.writes)
+    return values
+
+
+# ---- the closure -------------------------------------------------------------------------------
+
+
+def _replay(tape: Tape, target: Value) -> None:
+    """Run the nodes that ``target`` needs and that have not run in this backward."""
+    nodes = tape.nodes
+    todo: set[int] = set()
+    stack = [target]
+    while stack:
+        value = stack.pop()
+        index = value.node
+        if index in todo or value.cache is not None or value.held is not None or value.swap is not None:
+            continue
+        if index == LEAF or value.poison is not None or nodes[index] is None:
+            raise _lost(tape, value)
+        todo.add(index)
+        stack.extend(nodes[index].inputs)  # type: ignore[union-attr]
+    for index in todo - tape.planned:
+        # Outside of the plan (a second backward, an open tape): count its reads for this run.
+        for value in nodes[index].inputs:  # type: ignore[union-attr]
+            value.uses += 1
+    tape.planned -= todo
+    target.uses += 1
+    muted, tape.muted = tape.muted, True
+    try:
+        with torch.no_grad(), _torch.no_autocast():
+            for index in sorted(todo):
+                node = nodes[index]
+                if type(node) is Node:
+                    _run(tape, node)
+                else:
+                    assert isinstance(node, FunctionNode)
+                    _run_function(tape, node)
+    finally:
+        tape.muted = muted
+        target.uses -= 1
+
+
+def _lost(tape: Tape, value: Value) -> ReplayError:
+    return ReplayError(
+        explain(
+            value.poison or "a saved value is neither resident nor can it be made again",
+            expected="a value of a graph that is still alive",
+            got=f"one of {producer(tape, value)} that was released",
+            where=tape.name,
+            remedy="Pass retain_graph=True to the earlier backward if you run it a second time.",
+        )
+    )
+
+
+def _materialise(tape: Tape, reference: Any, instead: dict[int, Tensor] | None) -> Any:
+    kind = type(reference)
+    if kind is Value:
+        if instead is not None and id(reference) in instead:
+            return instead[id(reference)]
+        base = reference.cache
+        return base if base is not None and base._version == reference.cache_version else _base(tape, reference)
+    if kind is tuple and len(reference) == 2 and type(reference[0]) is Value:
+        value, layout = reference
+        base = instead.get(id(value)) if instead is not None else None
+        if base is None:
+            base = value.cache
+            if base is None or base._version != value.cache_version:
+                base = _base(tape, value)
+        return rebuild(base, layout)
+    return reference
+
+
+def _base(tape: Tape, value: Value) -> Tensor:
+    base = resident(tape, value)
+    if base is None:
+        raise _lost(tape, value)
+    layout = value.base_layout
+    if layout is not None and not same_layout(base, layout):
+        return rebuild(base, layout)
+    return base
+
+
+def _put(value: Value, tensor: Tensor) -> None:
+    value.cache = tensor
+    value.cache_version = tensor._version
+    value.handed_out = False
+
+
+def _run(tape: Tape, node: Node) -> None:
+    """Run one recorded operator on what is there now."""
+    operator = node.operator
+    instead = _prepare_writes(tape, node.writes) if node.writes is not None else None
+    args = node.args.copy()
+    count = len(args)
+    for position in node.positions:
+        if position >= count:
+            break
+        args[position] = _materialise(tape, args[position], instead)
+    for position in node.lists:
+        if position < count and args[position] is not None:
+            args[position] = [_materialise(tape, item, instead) for item in args[position]]
+    kwargs = node.kwargs
+    if kwargs is not None:
+        kwargs = {name: _materialise(tape, item, instead) for name, item in kwargs.items()}
+    out = _call(operator.func, args, kwargs, node.random)
+    if node.writes is not None:
+        assert instead is not None
+        for write in node.writes:
+            _put(write.new, instead[id(write.old)])
+            tape.drop_if_done(write.new)
+    if node.outputs:
+        outs = out if type(out) in (tuple, list) else (out,)
+        for position, value in node.outputs:
+            _accept(tape, operator.func, value, outs[position])
+    _finish(tape, node)
+
+
+def _call(func: Any, args: list[Any], kwargs: dict[str, Any] | None, random: Any) -> Any:
+    if random is None:
+        return func(*args, **kwargs) if kwargs else func(*args)
+    generator, state = random  # R9
+    current = generator.get_state()
+    generator.set_state(state)
+    try:
+        return func(*args, **(kwargs or {}))
+    finally:
+        generator.set_state(current)
+
+
+def _accept(tape: Tape, func: Any, value: Value, tensor: Tensor) -> None:
+    if value.held is not None or value.cache is not None or value.swap is not None:
+        return
+    if value.uses <= 0 and value.pending <= 0:
+        return
+    layout = value.base_layout
+    assert layout is not None
+    if not same_layout(tensor, layout):
+        raise ReplayError(
+            explain(
+                f"the replay of {func} gave a tensor that looks different",
+                expected=f"{tuple(layout.size)} {layout.dtype} with strides {layout.stride}",
+                got=f"{tuple(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}",
+                where=tape.name,
+                remedy="Keep that operator's output with save_ops, and please report it.",
+            )
+        )
+    _put(value, tensor)
+
+
+def _finish(tape: Tape, node: Node | FunctionNode) -> None:
+    for value in node.inputs:
+        value.uses -= 1
+        tape.drop_if_done(value)
+
+
+def _prepare_writes(tape: Tape, writes: list[Write]) -> dict[int, Tensor]:
+    """Buffers for what the operator overwrites: the old value's own if this is its last read, else a copy."""
+    instead: dict[int, Tensor] = {}
+    for write in writes:
+        layout, old = write.layout, write.old
+        if write.full:
+            # Dense, and it is the whole storage: the old contents do not matter.
+            instead[id(old)] = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=write.device)
+            continue
+        base = _base(tape, old)
+        if old.cache is not None and old.uses == 1 and old.pending == 0 and not old.handed_out:
+            old.cache = None
+        else:
+            base = _like(whole(base).clone(), layout_of(base))
+        instead[id(old)] = base if same_layout(base, layout) else _like(base, layout)
+    return instead
+
+
+def _like(tensor: Tensor, layout: Layout) -> Tensor:
+    """``layout`` over the storage of ``tensor``, whatever its own dtype and lazy bits."""
+    flat = torch.empty(0, dtype=layout.dtype, device=tensor.device)
+    flat = flat.set_(tensor.untyped_storage(), layout.offset, layout.size, layout.stride)
+    return flat if layout.bits is None else _torch.conjugate_view(flat, *layout.bits)
+
+
+def _run_function(tape: Tape, node: FunctionNode) -> None:
+    args = _function_arguments(tape, node.args)
+    versions = [(t, t._version) for t in tensors_in(args)]
+    outs, saved = call_forward(node, args, tape.name)
+    if any(t._version != version for t, version in versions):
+        raise ReplayError(
+            explain(
+                f"the replay of autograd.Function {node.function.__qualname__} wrote to an argument",
+                expected="a pure forward",
+                got="a changed argument",
+                where=tape.name,
+                remedy="Do not declare it with lowtide.pure.",
+            )
+        )
+    for k, value in node.outputs:
+        _accept(tape, node.function.__qualname__, value, (outs[k] if k >= 0 else saved[-1 - k]).detach())
+    del args, versions, outs, saved
+    _finish(tape, node)
+
+
+def _function_arguments(tape: Tape, args: Any) -> list[Any]:
+    made: list[Any] = []
+    for argument in args:
+        if type(argument) is FunctionArgument:
+            tensor = _materialise(tape, argument.reference, None)  # checks versions
+            if argument.parameter is not None:
+                tensor = argument.parameter
+            else:
+                tensor = tensor.detach()
+                if argument.requires_grad and (tensor.is_floating_point() or tensor.is_complex()):
+                    tensor.requires_grad_()
+            made.append(tensor)
+        elif type(argument) in (list, tuple):
+            made.append(type(argument)(_function_arguments(tape, argument)))
+        else:
+            made.append(argument)
+    return made

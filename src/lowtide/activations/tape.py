@@ -1,0 +1,359 @@
+"""One tape: what a region's forward knows of its values, and what survives its end.
+
+Law: a value's bytes are held, lie on the lower tier, or can be made again from
+values that are; what autograd does not need is dropped at the region's end.
+The rules R1-R18 are those of ``ARCHITECTURE.md``. Runs no operator of the
+user's (see ``recorder``) and replays none (see ``replay``).
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide import _torch
+from lowtide.activations.values import LEAF, FunctionNode, Handle, Node, StorageRecord, Value
+from lowtide.errors import ModifiedError, UnsupportedError, explain
+from lowtide.policy import Fate, fate_of, stronger
+from lowtide.storage import PLAIN_TYPES, is_parameter, layout_of, same_layout, whole
+
+if TYPE_CHECKING:
+    from lowtide.activations.answers import Answers
+    from lowtide.activations.function_node import Body
+    from lowtide.residency.group import Storage
+    from lowtide.residency.manager import Visit
+
+__all__ = ["Packed", "Tape"]
+
+Tensor = torch.Tensor
+
+# Copy-on-write of an external tensor that a region reads and then overwrites (R7).
+_COPY_LIMIT = 64 << 20
+
+
+class Packed:
+    """A packed tensor subclass: its plain parts packed one by one, rebuilt at unpack."""
+
+    __slots__ = ("context", "parts", "size", "stride", "subclass")
+
+    def __init__(self, tensor: Any, pack: Any) -> None:
+        names, self.context = tensor.__tensor_flatten__()
+        self.subclass = type(tensor)
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.parts = {name: pack(getattr(tensor, name)) for name in names}
+
+
+class Tape:
+    """The record of one region call; owned by the handles that autograd holds."""
+
+    __slots__ = (
+        "__weakref__",
+        "answers",
+        "body",
+        "certify",
+        "closed",
+        "copied_bytes",
+        "dropped",
+        "drops",
+        "epoch_open",
+        "fresh",
+        "holding",
+        "lock",
+        "muted",
+        "name",
+        "nodes",
+        "on_backward",
+        "packed",
+        "planned",
+        "recording",
+        "spill",
+        "spill_bytes",
+        "storages",
+        "swapped",
+        "unlaunched_bytes",
+        "visit",
+    )
+
+    def __init__(self, name: str, answers: Answers, *, recording: bool, certify: bool = False) -> None:
+        self.name = name
+        self.answers = answers
+        self.recording = recording  # False inside a swap-only region: nothing there is ever replayed
+        self.certify = certify
+        self.storages: dict[int, StorageRecord] = {}
+        self.nodes: list[Node | FunctionNode | None] = []
+        self.holding: list[Value] = []  # every value that was ever held by reference
+        self.packed: list[Value] = []
+        self.body: Body | None = None  # the autograd.Function whose forward runs now
+        self.muted = False  # a replay runs while the region is still open
+        self.closed = False
+        self.lock = threading.RLock()  # several backward threads may unpack at once
+        self.planned: set[int] = set()  # nodes whose reads are counted in Value.uses
+        self.epoch_open = False  # a backward that has unpacked from us is running
+        self.fresh = True  # no backward has ended yet
+        self.drops = False  # this backward may drop held values at their last use (R16)
+        self.dropped = False
+        self.swapped: list[Storage] = []
+        self.unlaunched_bytes = 0  # held, asked to move, not yet handed to the residency
+        self.spill_bytes = 1 << 62
+        self.spill: Any = None  # called with the tape when those pass the bound on bytes in flight
+        self.visit: Visit | None = None
+        self.on_backward: Visit | None = None  # told once when backward first reaches this tape
+        self.copied_bytes = 0
+
+    # ---- values -------------------------------------------------------------------------------
+
+    def add_record(self, storage: torch.UntypedStorage, version: int | None, value: Value) -> StorageRecord:
+        """Start to follow a storage; pins its C++ struct so that its address is not reused meanwhile."""
+        record = StorageRecord(value, version, self.body)
+        value.record = record
+        self.storages[_torch.take_weak_storage(storage)] = record
+        return record
+
+    def value_of(self, tensor: Tensor) -> Value:
+        """The value a tensor shows now; an unknown storage or an unseen write opens a leaf (R8)."""
+        storage = tensor.untyped_storage()
+        record = self.storages.get(storage._cdata)
+        if record is None:
+            value = Value(LEAF)
+            value.foreign = True
+            self.add_record(storage, tensor._version, value)
+            return value
+        if record.version is not None and tensor._version != record.version:
+            old = record.value
+            record.value = value = Value(LEAF)
+            value.foreign, value.record, record.version = old.foreign, record, tensor._version
+            value.opaque = "its storage was written by something the tape could not see"
+            return value
+        return record.value
+
+    def hold(self, value: Value, tensor: Tensor) -> None:
+        """Keep a value's bytes by reference. During the region this may be a tensor with history."""
+        value.held = tensor if self.recording else tensor.detach()
+        value.version = tensor._version
+        value.base_layout = layout_of(tensor)
+        record = value.record
+        if record is not None:
+            if record.holders is None:
+                record.holders = [value]
+            else:
+                record.holders.append(value)
+        self.holding.append(value)
+
+    def hold_leaf(self, value: Value, tensor: Tensor) -> None:
+        """Hold what cannot be replayed, and ask who may answer for it: the region's inputs and opaque results."""
+        self.hold(value, tensor)
+        if value.answer is None and not is_parameter(tensor):
+            value.answer = self.answers.for_leaf(tensor, foreign=value.foreign)
+
+    def before_write(self, record: StorageRecord, tensor: Tensor) -> None:
+        """A visible write comes: un-hold or copy every value held by reference to that storage (R7)."""
+        for value in record.holders or ():
+            if value.swap is not None and not value.swap.leave_device():
+                value.held, value.swap = value.swap.give_up(), None
+            if value.held is not None:
+                if value.node != LEAF:
+                    value.held = None
+                else:
+                    self._copy_before_write(value, tensor)
+        record.holders = None
+
+    def _copy_before_write(self, value: Value, tensor: Tensor) -> None:
+        nbytes = tensor.untyped_storage().nbytes()
+        if nbytes > _COPY_LIMIT:
+            raise UnsupportedError(
+                explain(
+                    "the region overwrites a large tensor that it has already read",
+                    expected=f"at most {_COPY_LIMIT} bytes to copy before the write",
+                    got=f"{nbytes} bytes",
+                    where=self.name,
+                    remedy="Move the write out of the wrapped module, or wrap with recompute='call'.",
+                )
+            )
+        held = value.held
+        assert held is not None
+        layout = layout_of(held)
+        copy = whole(tensor).clone()
+        value.held = torch.empty(0, dtype=layout.dtype, device=copy.device).set_(
+            copy.untyped_storage(), layout.offset, layout.size, layout.stride
+        )
+        value.base_layout = layout._replace(bits=None)
+        value.version = value.held._version
+        self.copied_bytes += nbytes
+
+    # ---- pack ---------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Called by autograd for every tensor it saves inside the region."""
+        if self.body is not None:
+            self.body.saw_pack(tensor)
+        if type(tensor) not in PLAIN_TYPES:
+            return Packed(tensor, self.pack) if _torch.is_traceable_subclass(tensor) else tensor
+        if tensor.layout is not torch.strided:  # R14
+            return tensor
+        record = self.storages.get(tensor.untyped_storage()._cdata)
+        if record is not None and (record.version is None or tensor._version == record.version):
+            value = record.value
+        else:
+            value = self.value_of(tensor)
+        if value.node == LEAF and value.held is None and value.swap is None and value.poison is None:
+            self.hold_leaf(value, tensor)
+        if self.answers.swap_is_innermost and not is_parameter(tensor):
+            self._answer_packed(value, tensor)
+        layout = value.base_layout
+        if layout is None or not same_layout(tensor, layout):
+            layout = layout_of(tensor)
+        handle = Handle(self, value, layout)
+        if not self.recording:
+            self._maybe_spill(value, tensor)
+        value.pending += 1
+        self.packed.append(value)
+        if self.certify:
+            self._certify(handle, tensor)
+        if self.unlaunched_bytes > self.spill_bytes:
+            self.spill(self)
+        return handle
+
+    def _answer_packed(self, value: Value, tensor: Tensor) -> None:
+        answer = self.answers.for_packed(tensor)
+        value.answer = answer if value.answer is None else stronger(value.answer, answer)
+        if fate_of(value.answer) is not Fate.RECOMPUTE and value.held is None and value.swap is None:
+            self.hold(value, tensor)
+
+    def _maybe_spill(self, value: Value, tensor: Tensor) -> None:
+        """A swap-only region may be a whole model: what waits to leave is bounded."""
+        if value.answer is None or value.held is None or fate_of(value.answer) is not Fate.SWAP:
+            return
+        if value.pending == 0:
+            self.unlaunched_bytes += tensor.untyped_storage().nbytes()
+
+    def reach(self, visit: Visit) -> None:
+        """Tell the latest visit when backward first unpacks from here; earlier ones hear it from their tensors."""
+        self.on_backward = visit
+
+    def _certify(self, handle: Handle, tensor: Tensor) -> None:
+        from lowtide.activations.certify import checksum  # noqa: PLC0415 - only paid for when asked
+
+        handle.checksum = checksum(tensor)
+
+    # ---- the end of the region ----------------------------------------------------------------
+
+    def close(self) -> set[Value]:
+        """Prune to the closure of what was packed and drop everything else; returns the values that are needed."""
+        needed, kept_nodes = self._closure()
+        for value in self.holding:
+            if value not in needed:
+                self._let_go(value)
+                continue
+            held = value.held
+            if held is None:
+                continue
+            if held._version != value.version:
+                value.poison = "a tensor that the region used was modified by an operation the tape could not see"
+            if self.recording:
+                # Holding a tensor with history beyond the region would be an uncollectable cycle.
+                value.held = held.detach()
+        nodes = self.nodes
+        for index in range(len(nodes)):
+            if index not in kept_nodes:
+                nodes[index] = None
+        for value in needed:
+            value.record = None
+        self.planned = kept_nodes
+        self._release_records()
+        self.closed = True
+        return needed
+
+    def _closure(self) -> tuple[set[Value], set[int]]:
+        needed: set[Value] = set()
+        kept_nodes: set[int] = set()
+        nodes = self.nodes
+        stack = [value for value in self.packed if value.pending > 0]
+        while stack:
+            value = stack.pop()
+            if value in needed:
+                continue
+            needed.add(value)
+            index = value.node
+            if index == LEAF or value.held is not None or value.swap is not None or index in kept_nodes:
+                continue
+            kept_nodes.add(index)
+            node = nodes[index]
+            assert node is not None
+            for source in node.inputs:
+                source.uses += 1
+                stack.append(source)
+        return needed, kept_nodes
+
+    def _release_records(self) -> None:
+        for key, record in self.storages.items():
+            # Values and records point at each other.
+            record.value.record = None
+            record.holders = None
+            _torch.free_weak_storage(key)
+        self.storages = {}
+        self.packed = []
+        self.holding = []
+
+    def abandon(self) -> None:
+        """An exception left the region: leave nothing behind."""
+        for value in self.holding:
+            self._let_go(value)
+            value.record = None
+        self._release_records()
+        self.nodes = []
+        self.swapped = []
+        self.closed = True
+
+    @staticmethod
+    def _let_go(value: Value) -> None:
+        value.held = None
+        if value.swap is not None:
+            value.swap.release()
+            value.swap = None
+
+    # ---- backward -----------------------------------------------------------------------------
+
+    def forget(self, value: Value) -> None:
+        """Autograd dropped a handle that it never unpacked."""
+        with self.lock:
+            value.pending -= 1
+            if self.closed:
+                self.drop_if_done(value)
+
+    def drop_if_done(self, value: Value) -> None:
+        """Drop a value's bytes if nobody will read them again (R16)."""
+        if value.uses <= 0 and value.pending <= 0:
+            value.cache = None
+            if self.drops and (value.held is not None or value.swap is not None):
+                self._let_go(value)
+                self.dropped = True
+
+    def check_held(self, value: Value) -> Tensor:
+        """The tensor held for a value, or an error if it is not what was saved."""
+        held = value.held
+        assert held is not None
+        if held._version != value.version:
+            raise ModifiedError(
+                explain(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation",
+                    expected=f"version {value.version}",
+                    got=f"version {held._version} of a {tuple(held.shape)} {held.dtype} tensor",
+                    where=self.name,
+                    remedy="Do not write to it between forward and backward, or save a clone.",
+                )
+            )
+        if held.numel() and held.untyped_storage().nbytes() == 0:
+            raise UnsupportedError(
+                explain(
+                    "the storage of a tensor that the region needs was freed",
+                    expected="a resident tensor",
+                    got=f"an empty storage behind a {tuple(held.shape)} {held.dtype} tensor",
+                    where=self.name,
+                    remedy="One region must not span several FSDP units: wrap each unit by itself.",
+                )
+            )
+        return held
+

@@ -1,0 +1,123 @@
+"""The command ``lowtide``: see it work, check it here, measure it, read a saved report.
+
+Holds the commands' options and nothing else: each hands over to the part that
+does the work and exits with what it returns. Law: every ``--json`` writes one
+list of flat records (:class:`lowtide.measure.Record`). Parts are imported
+inside their command, because asking for help or for the version should not wait
+for torch, and because ``demo`` and ``report`` draw with optional packages.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="lowtide",
+    help="Lower the peak of PyTorch training memory: save, recompute or swap each activation.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+# typer reads these at run time, and on Python 3.10 it understands Optional but not `Path | None` in every release.
+Json = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option("--json", metavar="FILE", dir_okay=False, help="Also write the figures as a list of flat records."),
+]
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=2, help="Training steps in each mode.")] = 80,
+    batch: Annotated[int, typer.Option(min=1, help="Windows of text in each step.")] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="Where weights, dropout and batches start from.")] = 1234,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the page, pictures, figures.")] = Path("demo-out"),
+    json: Json = None,
+    markdown: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="FILE", dir_okay=False, help="Also write the table as Markdown."),
+    ] = None,
+) -> None:
+    """Train a GPT of ten million parameters in every memory mode and compare.
+
+    Exits with 1 if any mode trained differently from the plain one in any bit.
+    """
+    # torch's profiler, by which memory is measured, reports its start and stop on the terminal: into the progress bars.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    from lowtide.demo import Settings, run  # noqa: PLC0415
+
+    raise typer.Exit(run(Settings(steps=steps, batch=batch, seed=seed), out, json=json, markdown=markdown))
+
+
+@app.command()
+def selfcheck(json: Json = None) -> None:
+    """Check on this machine that saving, recomputing and swapping change no bit and do lower the peak.
+
+    Exits with 1 if a loss differs or an order of memory does not hold.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    from lowtide import selfcheck as part  # noqa: PLC0415
+
+    raise typer.Exit(part.run(json))
+
+
+@app.command()
+def bench(
+    json: Json = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions: rougher times, same bytes.")] = False,  # noqa: FBT002
+) -> None:
+    """Measure time and memory of every mode against torch's own checkpointing and offloading."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    from lowtide import bench as part  # noqa: PLC0415
+
+    raise typer.Exit(part.run(json, quick=quick))
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(file_okay=False, help="What `lowtide demo --out` wrote.")] = Path("demo-out"),
+) -> None:
+    """Print the table of a saved demonstration again, and where its page is."""
+    from rich.console import Console  # noqa: PLC0415
+
+    from lowtide.demo.figures import table_of  # noqa: PLC0415
+    from lowtide.demo.run import FIGURES, PAGE, print_table  # noqa: PLC0415
+    from lowtide.measure import read_records  # noqa: PLC0415
+
+    figures = folder / FIGURES
+    if not figures.is_file():
+        raise typer.BadParameter(f"expected a saved demonstration with {FIGURES} in {folder}, got none. Run: lowtide demo")
+    console = Console()
+    print_table(table_of(read_records(figures)), console)
+    console.print(f"Report with pictures: {folder / PAGE}", soft_wrap=True)
+
+
+@app.command()
+def version() -> None:
+    """Print the version of lowtide and of the torch that it runs on."""
+    typer.echo(f"lowtide {importlib.metadata.version('lowtide')}, torch {importlib.metadata.version('torch')}")
+
+
+def main() -> None:
+    """Run the command line; the entry point that the package installs.
+
+    Errors that lowtide raises on purpose are told in one line, without a traceback.
+    """
+    from lowtide.errors import LowtideError  # noqa: PLC0415
+
+    try:
+        app()
+    except LowtideError as error:
+        typer.echo(f"lowtide: {error}", err=True)
+        raise SystemExit(2) from error
+
+
+if __name__ == "__main__":
+    main()

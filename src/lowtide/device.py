@@ -1,0 +1,149 @@
+"""The only file that names a backend: streams, events, pinned memory, generators, memory counters.
+
+Everything above asks for streams and events by meaning ("the stream this thread
+computes on"), so that a second framework could stand behind the same few verbs.
+Law: nothing here waits on the host unless its name says so, and a stream is
+asked for at the moment of use, never remembered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+__all__ = [
+    "Event",
+    "Stream",
+    "allocated_bytes",
+    "capturing",
+    "current_stream",
+    "default_generator",
+    "has_accelerator",
+    "is_accelerator",
+    "max_allocated_bytes",
+    "new_stream",
+    "pinned_bytes",
+    "record_event",
+    "reset_peak",
+    "synchronize",
+    "training_device",
+    "use_stream",
+    "wait_event",
+    "wait_stream",
+]
+
+
+class Event(Protocol):
+    """What a copy leaves behind; ordered by, never polled."""
+
+    def synchronize(self) -> None:
+        """Block the host until the event has happened."""
+
+
+class Stream(Protocol):
+    """A queue of work on a device."""
+
+    def wait_event(self, event: Any) -> None:
+        """Order later work on this stream after ``event``."""
+
+
+def has_accelerator() -> bool:
+    """Whether torch sees a device other than the CPU."""
+    return torch.accelerator.is_available()
+
+
+def training_device() -> torch.device:
+    """The accelerator where there is one, else the CPU.
+
+    >>> training_device().type in {"cpu", "cuda", "npu", "xpu", "mps"}
+    True
+    """
+    if has_accelerator():
+        found = torch.accelerator.current_accelerator()
+        if found is not None:
+            return torch.device(found)
+    return torch.device("cpu")
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether tensors of ``device`` live outside of plain host memory, and copies have streams."""
+    return device.type not in {"cpu", "meta"}
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that random operators of ``device`` use when they are given none."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = getattr(torch, device.type)
+    index = device.index if device.index is not None else module.current_device()
+    generators: Any = module.default_generators
+    return generators[index]  # type: ignore[no-any-return]
+
+
+def current_stream(device: torch.device) -> Stream:
+    """The stream this thread computes on now."""
+    return torch.accelerator.current_stream(device)
+
+
+def new_stream(device: torch.device) -> Stream:
+    """A stream of its own for copies."""
+    return torch.Stream(device=device)
+
+
+@contextlib.contextmanager
+def use_stream(stream: Any) -> Iterator[None]:
+    """Run the body on ``stream``."""
+    with stream:
+        yield
+
+
+def record_event(stream: Any) -> Event:
+    """An event after all work queued on ``stream`` so far."""
+    event: Event = stream.record_event()
+    return event
+
+
+def wait_event(stream: Any, event: Any) -> None:
+    """Order later work on ``stream`` after ``event``; the host does not wait."""
+    stream.wait_event(event)
+
+
+def wait_stream(stream: Any, other: Any) -> None:
+    """Order later work on ``stream`` after all work queued on ``other`` so far."""
+    stream.wait_stream(other)
+
+
+def pinned_bytes(nbytes: int) -> torch.Tensor:
+    """A flat uint8 tensor of page-locked host memory. Slow (milliseconds): pool it."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream is being captured into a device graph."""
+    module = getattr(torch, device.type, None)
+    probe = getattr(module, "is_current_stream_capturing", None)
+    return bool(probe()) if probe is not None and is_accelerator(device) else False
+
+
+def synchronize(device: torch.device) -> None:
+    """Block the host until ``device`` is idle; nothing to do on a plain CPU."""
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes that tensors of an accelerator hold now."""
+    return int(torch.accelerator.memory_allocated(device))
+
+
+def max_allocated_bytes(device: torch.device) -> int:
+    """Largest value of :func:`allocated_bytes` since :func:`reset_peak`."""
+    return int(torch.accelerator.max_memory_allocated(device))
+
+
+def reset_peak(device: torch.device) -> None:
+    """Start a new peak measurement on an accelerator."""
+    torch.accelerator.reset_peak_memory_stats(device)

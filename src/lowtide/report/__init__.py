@@ -1,0 +1,1 @@
+"""What was kept, recomputed, swapped and refused, and why."""

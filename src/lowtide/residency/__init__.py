@@ -1,0 +1,1 @@
+"""How bytes move: one tensor, what moves together, copies in flight, and the lower tiers."""

@@ -1,0 +1,370 @@
+"""The router: which group, chain or learned order moves which storage.
+
+Law: it owns no tensor that outlives its graph. Everything it keeps of a forward
+is a number in a schedule and a weak reference; a graph that dies, is retained
+or never runs backward leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from lowtide import device
+from lowtide.errors import ScheduleError, explain
+from lowtide.residency.copies import Carrier, FileCarrier, PinnedCarrier, Settings, Traffic
+from lowtide.residency.group import Storage, SwapGroup
+from lowtide.residency.swap_tensor import SwapTensor
+from lowtide.schedule import Action, Schedule, Verb
+
+__all__ = ["SwapManager", "Visit", "watch_chained_layers"]
+
+
+# Called with every layer that a chain names: whoever can see its forward begin and end.
+_watchers: list[Callable[[Any], None]] = []
+
+
+def watch_chained_layers(watcher: Callable[[Any], None]) -> None:
+    """Let ``watcher`` install the forward boundaries of chained layers."""
+    _watchers.append(watcher)
+
+
+class Visit:
+    """One forward call of a unit: what it saved, and how the schedule drives it."""
+
+    __slots__ = ("__weakref__", "_finalizer", "manager", "number", "sequence", "storages")
+
+    def __init__(self, manager: SwapManager, sequence: _Sequence, number: int) -> None:
+        self.manager = manager
+        self.sequence = sequence
+        self.number = number
+        self.storages: list[weakref.ref[Storage]] = []
+
+    def add(self, storage: Storage) -> None:
+        """The unit's call saved something that may move."""
+        self.storages.append(weakref.ref(storage))
+
+    def alive(self) -> list[Storage]:
+        """The storages whose graphs are alive."""
+        return [s for s in (reference() for reference in self.storages) if s is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that may move."""
+        return sum(s.nbytes for s in self.alive())
+
+    def reached(self) -> None:
+        """Backward reaches this call."""
+        self.manager._run(self.sequence, lambda schedule: schedule.begin_backward(self.number))
+
+    def __del__(self) -> None:
+        self.sequence.gone(self.number)
+
+
+class _Sequence:
+    """The visits of one thread: a pure schedule, and weak references to what it speaks of."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.lock = threading.RLock()
+        self.settings = settings
+        self.schedule = Schedule()
+        self.visits: weakref.WeakValueDictionary[int, Visit] = weakref.WeakValueDictionary()
+
+    def gone(self, number: int) -> None:
+        with self.lock:
+            self.schedule.forget(number)
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.sequence: _Sequence | None = None
+        self.units: list[Visit] = []  # open chained layers, outermost first
+        self.learning = 0  # how many `auto` models run forward now
+
+
+class SwapManager:
+    """The one router of a process (U6, U8, U9): chains, hand-driven groups, settings and counters.
+
+    ``SwapManager()`` always gives the same object. Holds no tensors: what was
+    swapped belongs to the graph that needs it.
+
+    >>> SwapManager() is SwapManager()
+    True
+    """
+
+    _instance: ClassVar[SwapManager | None] = None
+    _lock: ClassVar[threading.RLock] = threading.RLock()
+
+    settings: Settings
+    traffic: Traffic
+
+    def __new__(cls) -> SwapManager:
+        with cls._lock:
+            if cls._instance is None:
+                cls._instance = super().__new__(cls)
+                cls._instance._start()
+            return cls._instance
+
+    def _start(self) -> None:
+        self.settings = Settings()
+        self.traffic = Traffic()
+        self._carriers: dict[str, Carrier] = {}
+        self._groups: dict[str, SwapGroup] = {}
+        self._current_group_name: str | None = None
+        self._successors: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+        self._predecessors: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+        self._local = _Local()
+        # storage address -> the copy that already moves it; one copy per storage, whoever saves it (U12)
+        self._shared: weakref.WeakValueDictionary[int, SwapTensor] = weakref.WeakValueDictionary()
+
+    # ---- settings ------------------------------------------------------------------------------
+
+    def configure(
+        self,
+        *,
+        min_bytes: int | None = None,
+        in_flight_bytes: int | None = None,
+        prefetch: int | None = None,
+        host_bytes: int | None = None,
+        file_dir: str | None = None,
+    ) -> None:
+        """Change settings; only what is given changes.
+
+        Args:
+            min_bytes: storages smaller than this never move (default 64 KiB).
+            in_flight_bytes: bound on bytes that are leaving or coming at once (default 256 MiB).
+            prefetch: how many regions ahead backward loads (default 1).
+            host_bytes: budget of the lower tier in bytes; None is no bound.
+            file_dir: directory of the spill file on machines without an accelerator.
+
+        >>> SwapManager().configure(prefetch=1)
+        """
+        settings = self.settings
+        moved = (file_dir is not None and file_dir != settings.file_dir) or (
+            host_bytes is not None and host_bytes != settings.host_bytes
+        )
+        if min_bytes is not None:
+            settings.min_bytes = min_bytes
+        if in_flight_bytes is not None:
+            settings.in_flight_bytes = in_flight_bytes
+        if prefetch is not None:
+            settings.prefetch = prefetch
+        if host_bytes is not None:
+            settings.host_bytes = host_bytes
+        if file_dir is not None:
+            settings.file_dir = file_dir
+        if moved:
+            # Copies that are alive keep the carrier they lie on.
+            self._carriers = {}
+
+    def reset(self) -> None:
+        """Forget groups, chains, settings and counters. Copies that are alive stay with their graphs."""
+        self._start()
+
+    def carrier_for(self, where: torch.device) -> Carrier:
+        """Who moves tensors of a device."""
+        key = str(where)
+        with self._lock:
+            if key not in self._carriers:
+                if device.is_accelerator(where):
+                    self._carriers[key] = PinnedCarrier(where, self.settings, self.traffic)
+                else:
+                    self._carriers[key] = FileCarrier(self.settings, self.traffic)
+            return self._carriers[key]
+
+    def lower_bytes(self) -> int:
+        """Bytes of swapped copies that are alive on the lower tier now."""
+        return sum(carrier.live_bytes() for carrier in self._carriers.values())
+
+    # ---- groups driven by hand (U8) --------------------------------------------------------------
+
+    def set_current_group_name(self, group_name: str | None) -> None:
+        """Everything saved from now on belongs to this group; None goes back to chains and learned order."""
+        self._current_group_name = group_name
+
+    def add_storage(self, group_name: str, storage: Storage) -> None:
+        """Let a group drive a storage."""
+        self._groups.setdefault(group_name, SwapGroup(group_name)).add(storage)
+
+    def _group(self, group_name: str, call: str) -> SwapGroup:
+        group = self._groups.get(group_name)
+        if group is None:
+            raise ScheduleError(
+                explain(
+                    f"{call} on a group that was never filled",
+                    expected=f"one of {sorted(self._groups) or 'no groups so far'}",
+                    got=repr(group_name),
+                    where="SwapManager",
+                    remedy="Call set_current_group_name(...) before the forward that fills it; check the spelling.",
+                )
+            )
+        return group
+
+    def launch_offload(self, group_name: str, copy_stream: Any = None) -> None:
+        """Start the copies down of a group's tensors."""
+        self._group(group_name, "launch_offload").launch_offload(copy_stream)
+
+    def wait_offload(self, group_name: str) -> None:
+        """Order the compute after a group's copies down, and drop its device bytes."""
+        self._group(group_name, "wait_offload").wait_offload()
+
+    def launch_load(self, group_name: str, copy_stream: Any = None) -> None:
+        """Start the copies back of a group's tensors."""
+        self._group(group_name, "launch_load").launch_load(copy_stream)
+
+    def wait_load(self, group_name: str) -> None:
+        """Order the compute after a group's copies back."""
+        self._group(group_name, "wait_load").wait_load()
+
+    # ---- chains (U6) -----------------------------------------------------------------------------
+
+    def set_forward_prefetch_layer(self, first_layer: Any, second_layer: Any) -> None:
+        """Chain two neighbouring layers: ``first`` runs before ``second`` in forward.
+
+        Effect: what regions inside of ``first`` swap leaves as soon as it ends,
+        is released when ``second`` ends, and comes back when backward enters
+        ``second``. The last layer of a chain keeps its own. Repeating a call is
+        harmless; a cycle or a second neighbour raises :class:`ScheduleError`.
+        """
+        self._check_edge(first_layer, second_layer)
+        self._successors[first_layer] = weakref.ref(second_layer)
+        self._predecessors[second_layer] = weakref.ref(first_layer)
+        for layer in (first_layer, second_layer):
+            for watcher in _watchers:
+                watcher(layer)
+
+    def _check_edge(self, first: Any, second: Any) -> None:
+        def describe(layer: Any) -> str:
+            return type(layer).__name__
+
+        where = f"{describe(first)} -> {describe(second)}"
+        remedy = "Chain each layer once, in forward order: (layers[i], layers[i + 1])."
+        for table, key, other, word in (
+            (self._successors, first, second, "successor"),
+            (self._predecessors, second, first, "predecessor"),
+        ):
+            known = table[key]() if key in table else None
+            if known is not None and known is not other:
+                raise ScheduleError(
+                    explain(
+                        f"a layer already has another {word}",
+                        expected=f"one {word}",
+                        got="a second one",
+                        where=where,
+                        remedy=remedy,
+                    )
+                )
+        step = second
+        while step is not None:
+            if step is first:
+                raise ScheduleError(
+                    explain("a chain with a cycle", expected="an order", got="a loop", where=where, remedy=remedy)
+                )
+            following = self._successors.get(step)
+            step = following() if following is not None else None
+
+    def is_chained(self, layer: Any) -> bool:
+        """Whether a layer stands in a declared chain."""
+        return layer in self._successors or layer in self._predecessors
+
+    # ---- what regions call -----------------------------------------------------------------------
+
+    def sequence(self) -> _Sequence:
+        """The visits of this thread."""
+        local = self._local
+        if local.sequence is None or local.sequence.settings is not self.settings:
+            local.sequence = _Sequence(self.settings)
+        schedule = local.sequence.schedule
+        schedule.prefetch = self.settings.prefetch
+        schedule.in_flight_bytes = self.settings.in_flight_bytes
+        return local.sequence
+
+    @property
+    def units(self) -> list[Visit]:
+        """The chained layers whose forward runs on this thread, outermost first."""
+        return self._local.units
+
+    def begin_learning(self) -> None:
+        """A model under ``lowtide.auto`` begins its forward on this thread."""
+        self._local.learning += 1
+
+    def end_learning(self) -> None:
+        """A model under ``lowtide.auto`` ended its forward on this thread."""
+        self._local.learning -= 1
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether a model under ``lowtide.auto`` runs forward on this thread."""
+        return self._local.learning > 0
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether anything would move what is saved now (U7)."""
+        return self._current_group_name is not None or bool(self.units) or self.is_learning
+
+    def begin_visit(self) -> Visit:
+        """A unit's forward begins."""
+        sequence = self.sequence()
+        with sequence.lock:
+            number, actions = sequence.schedule.begin_forward()
+            visit = Visit(self, sequence, number)
+            sequence.visits[number] = visit
+            self._act(sequence, actions)
+        return visit
+
+    def end_visit(self, visit: Visit, layer: Any = None) -> None:
+        """A unit's forward ended; ``layer`` is given where it is a chained one."""
+        successor = layer is not None and layer in self._successors
+        tail = layer is not None and not successor
+        nbytes = visit.nbytes
+        self._run(
+            visit.sequence, lambda schedule: schedule.end_forward(visit.number, nbytes, successor=successor, tail=tail)
+        )
+
+    def file_under(self, storage: Storage, visit: Visit | None) -> Visit | None:
+        """Route what a region saved: a hand-driven group first, then the chained layer, then the learned order."""
+        if self._current_group_name is not None:
+            self.add_storage(self._current_group_name, storage)
+            return None
+        filed = self.units[-1] if self.units else visit
+        if filed is not None:
+            filed.add(storage)
+        return filed
+
+    @property
+    def learns_here(self) -> bool:
+        """Whether a region that begins now is a visit of the learned order."""
+        return self.is_learning and not self.units and self._current_group_name is None
+
+    def adopt(self, tensor: torch.Tensor, name: str) -> SwapTensor:
+        """The swap tensor of a storage: the one that already moves it, else a new one (U12)."""
+        key = tensor.untyped_storage()._cdata
+        with self._lock:
+            known = self._shared.get(key)
+            if known is not None and known.shares(tensor):
+                known.owners += 1
+                return known
+            made = SwapTensor(tensor, carrier=self.carrier_for(tensor.device), name=name)
+            self._shared[key] = made
+            return made
+
+    def _run(self, sequence: _Sequence, event: Any) -> None:
+        with sequence.lock:
+            self._act(sequence, event(sequence.schedule))
+
+    def _act(self, sequence: _Sequence, actions: list[Action]) -> None:
+        for action in actions:
+            visit = sequence.visits.get(action.visit)
+            if visit is None:
+                continue
+            for storage in visit.alive():
+                if action.verb is Verb.LAUNCH_OFFLOAD:
+                    storage.launch_offload()
+                elif action.verb is Verb.WAIT_OFFLOAD:
+                    storage.wait_offload()
+                else:
+                    storage.launch_load()

@@ -1,0 +1,183 @@
+"""WHEN bytes move: events in, actions out. Pure: no tensor, no device, no clock.
+
+A *visit* is one forward call of a unit (a chained layer, or a region under
+``lowtide.auto``). Visits of one thread form a sequence; backward walks it the
+other way round. The order is thereby learned anew in every forward, for every
+micro-batch, and a skipped or reordered layer needs no special case.
+
+Rules:
+
+S1  A visit with a declared successor leaves when it ends; under the learned
+    order it leaves when the next visit begins, so the last one never leaves.
+S2  What left before is released when the next visit ends, or as soon as the
+    bytes in flight pass the bound, oldest first.
+S3  When backward reaches a visit, the visits before it (``prefetch`` of them)
+    start to come back, as far as the bound allows.
+S4  A visit that backward reached, or that died, is never launched any more.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+__all__ = ["Action", "Schedule", "Verb", "VisitState"]
+
+
+class Verb(enum.Enum):
+    """What to do with a visit's bytes."""
+
+    LAUNCH_OFFLOAD = "launch_offload"
+    WAIT_OFFLOAD = "wait_offload"
+    LAUNCH_LOAD = "launch_load"
+
+
+class VisitState(enum.Enum):
+    """How far a visit is."""
+
+    OPEN = "open"  # its forward runs
+    RESIDENT = "resident"  # ended; may still leave
+    LEAVING = "leaving"
+    AWAY = "away"
+    COMING = "coming"
+    REACHED = "reached"  # backward is there: it stays
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing to do, in order."""
+
+    verb: Verb
+    visit: int
+
+
+@dataclass
+class _Visit:
+    previous: int | None
+    following: int | None = None
+    state: VisitState = VisitState.OPEN
+    nbytes: int = 0
+    keep: bool = False
+
+
+@dataclass
+class Schedule:
+    """The sequence of visits of one thread.
+
+    >>> s = Schedule()
+    >>> first, _ = s.begin_forward()
+    >>> _ = s.end_forward(first, 10)
+    >>> second, actions = s.begin_forward()
+    >>> [(a.verb.value, a.visit == first) for a in actions]
+    [('launch_offload', True)]
+    """
+
+    prefetch: int = 1
+    in_flight_bytes: int = 256 << 20
+    _visits: dict[int, _Visit] = field(default_factory=dict)
+    _next: int = 0
+    _last: int | None = None
+    _leaving: list[int] = field(default_factory=list)
+
+    def begin_forward(self) -> tuple[int, list[Action]]:
+        """A unit's forward begins: its visit, and what the one before may do now (S1)."""
+        visit, self._next = self._next, self._next + 1
+        actions: list[Action] = []
+        last = self._last
+        if last is not None:
+            before = self._visits[last]
+            if before.state is VisitState.RESIDENT and not before.keep:
+                actions = self._launch(last)
+        self._visits[visit] = _Visit(previous=last)
+        if last is not None:
+            self._visits[last].following = visit
+        self._last = visit
+        return visit, actions
+
+    def end_forward(self, visit: int, nbytes: int, *, successor: bool = False, tail: bool = False) -> list[Action]:
+        """A unit's forward ended with ``nbytes`` that may leave.
+
+        ``successor``: a declared chain goes on, so it leaves now; ``tail``: it
+        is the declared end of a chain, so it never leaves.
+        """
+        entry = self._visits.get(visit)
+        if entry is None:
+            return []
+        entry.nbytes = nbytes
+        entry.keep = tail
+        released = [Action(Verb.WAIT_OFFLOAD, v) for v in self._leaving]
+        for action in released:
+            self._visits[action.visit].state = VisitState.AWAY
+        self._leaving = []
+        if entry.state is VisitState.OPEN:
+            entry.state = VisitState.RESIDENT
+        if successor and nbytes and entry.state is VisitState.RESIDENT:
+            return self._launch(visit) + released
+        return released
+
+    def _launch(self, visit: int) -> list[Action]:
+        entry = self._visits[visit]
+        if not entry.nbytes:
+            return []
+        actions: list[Action] = []
+        self._leaving.append(visit)
+        entry.state = VisitState.LEAVING
+        # S2: make room first, oldest first, but never wait for the one that is launched now.
+        while len(self._leaving) > 1 and sum(self._visits[v].nbytes for v in self._leaving) > self.in_flight_bytes:
+            oldest = self._leaving.pop(0)
+            self._visits[oldest].state = VisitState.AWAY
+            actions.append(Action(Verb.WAIT_OFFLOAD, oldest))
+        actions.append(Action(Verb.LAUNCH_OFFLOAD, visit))
+        return actions
+
+    def begin_backward(self, visit: int) -> list[Action]:
+        """Backward reaches a visit: it comes back if it is away, and so do the ones before it (S3)."""
+        entry = self._visits.get(visit)
+        if entry is None or entry.state is VisitState.REACHED:
+            return []
+        actions: list[Action] = []
+        if entry.state is VisitState.AWAY:
+            actions.append(Action(Verb.LAUNCH_LOAD, visit))
+        if visit in self._leaving:
+            self._leaving.remove(visit)
+        entry.state = VisitState.REACHED
+        budget = self.in_flight_bytes
+        before = entry.previous
+        for _ in range(self.prefetch):
+            earlier = self._visits.get(before) if before is not None else None
+            if earlier is None or before is None:
+                break
+            if earlier.state is VisitState.LEAVING:
+                # It has not left yet and is needed next: let it stay.
+                self._leaving.remove(before)
+                earlier.state = VisitState.COMING
+            if earlier.state is VisitState.AWAY:
+                if earlier.nbytes > budget < self.in_flight_bytes:
+                    break
+                budget -= earlier.nbytes
+                earlier.state = VisitState.COMING
+                actions.append(Action(Verb.LAUNCH_LOAD, before))
+            before = earlier.previous
+        return actions
+
+    def forget(self, visit: int) -> None:
+        """The graph of a visit is gone; visits before it stay reachable from those after it."""
+        entry = self._visits.pop(visit, None)
+        if entry is None:
+            return
+        if visit in self._leaving:
+            self._leaving.remove(visit)
+        if self._last == visit:
+            self._last = entry.previous
+        if entry.previous is not None:
+            self._visits[entry.previous].following = entry.following
+        if entry.following is not None:
+            self._visits[entry.following].previous = entry.previous
+
+    def state_of(self, visit: int) -> VisitState | None:
+        """How far a visit is, or None if it is forgotten."""
+        entry = self._visits.get(visit)
+        return None if entry is None else entry.state
+
+    def __len__(self) -> int:
+        return len(self._visits)
