@@ -2,19 +2,23 @@
 
 Holds the commands' options and nothing else: each hands over to the part that
 does the work and exits with what it returns. Law: every ``--json`` writes one
-list of flat records (:class:`lowtide.measure.Record`). Parts are imported
-inside their command, because asking for help or for the version should not wait
-for torch, and because ``demo`` and ``report`` draw with optional packages.
+list of flat records (:class:`lowtide.measure.Record`). A part is imported
+inside its command: none is needed by another, some draw with packages of an
+optional extra, and an environment variable that torch's profiler reads must be
+set before it.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from pathlib import Path
 from typing import Annotated, Optional
 
+import torch
 import typer
+
+import lowtide
+from lowtide.errors import LowtideError
 
 __all__ = ["app", "main"]
 
@@ -33,12 +37,21 @@ Json = Annotated[
 ]
 
 
+def _quiet_profiler() -> None:
+    """Keep torch's profiler, which measures memory, from announcing itself in the middle of a progress bar."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=2, help="Training steps in each mode.")] = 80,
-    batch: Annotated[int, typer.Option(min=1, help="Windows of text in each step.")] = 4,
+    *,
+    steps: Annotated[int, typer.Option(min=2, help="Training steps in each mode.")] = 70,
+    batch: Annotated[int, typer.Option(min=1, help="Windows of text in each step.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Where weights, dropout and batches start from.")] = 1234,
-    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the page, pictures, figures.")] = Path("demo-out"),
+    threads: Annotated[int, typer.Option(min=1, help="Compute threads on a CPU; copies have their own.")] = 1,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the page, pictures, figures.")] = Path(
+        "demo-out"
+    ),
     json: Json = None,
     markdown: Annotated[
         Optional[Path],  # noqa: UP045
@@ -49,11 +62,12 @@ def demo(
 
     Exits with 1 if any mode trained differently from the plain one in any bit.
     """
-    # torch's profiler, by which memory is measured, reports its start and stop on the terminal: into the progress bars.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    _quiet_profiler()
     from lowtide.demo import Settings, run  # noqa: PLC0415
 
-    raise typer.Exit(run(Settings(steps=steps, batch=batch, seed=seed), out, json=json, markdown=markdown))
+    raise typer.Exit(
+        run(Settings(steps=steps, batch=batch, seed=seed, threads=threads), out, json=json, markdown=markdown)
+    )
 
 
 @app.command()
@@ -62,7 +76,7 @@ def selfcheck(json: Json = None) -> None:
 
     Exits with 1 if a loss differs or an order of memory does not hold.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    _quiet_profiler()
     from lowtide import selfcheck as part  # noqa: PLC0415
 
     raise typer.Exit(part.run(json))
@@ -70,11 +84,12 @@ def selfcheck(json: Json = None) -> None:
 
 @app.command()
 def bench(
+    *,
     json: Json = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions: rougher times, same bytes.")] = False,  # noqa: FBT002
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions: rougher times, same bytes.")] = False,
 ) -> None:
     """Measure time and memory of every mode against torch's own checkpointing and offloading."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    _quiet_profiler()
     from lowtide import bench as part  # noqa: PLC0415
 
     raise typer.Exit(part.run(json, quick=quick))
@@ -82,18 +97,22 @@ def bench(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(file_okay=False, help="What `lowtide demo --out` wrote.")] = Path("demo-out"),
+    folder: Annotated[Path, typer.Argument(file_okay=False, help="What `lowtide demo --out` wrote.")] = Path(
+        "demo-out"
+    ),
 ) -> None:
     """Print the table of a saved demonstration again, and where its page is."""
     from rich.console import Console  # noqa: PLC0415
 
     from lowtide.demo.figures import table_of  # noqa: PLC0415
-    from lowtide.demo.run import FIGURES, PAGE, print_table  # noqa: PLC0415
+    from lowtide.demo.comparison import FIGURES, PAGE, print_table  # noqa: PLC0415
     from lowtide.measure import read_records  # noqa: PLC0415
 
     figures = folder / FIGURES
     if not figures.is_file():
-        raise typer.BadParameter(f"expected a saved demonstration with {FIGURES} in {folder}, got none. Run: lowtide demo")
+        raise typer.BadParameter(
+            f"expected a saved demonstration with {FIGURES} in {folder}, got none. Run: lowtide demo"
+        )
     console = Console()
     print_table(table_of(read_records(figures)), console)
     console.print(f"Report with pictures: {folder / PAGE}", soft_wrap=True)
@@ -102,7 +121,7 @@ def report(
 @app.command()
 def version() -> None:
     """Print the version of lowtide and of the torch that it runs on."""
-    typer.echo(f"lowtide {importlib.metadata.version('lowtide')}, torch {importlib.metadata.version('torch')}")
+    typer.echo(f"lowtide {lowtide.__version__}, torch {torch.__version__}")
 
 
 def main() -> None:
@@ -110,8 +129,6 @@ def main() -> None:
 
     Errors that lowtide raises on purpose are told in one line, without a traceback.
     """
-    from lowtide.errors import LowtideError  # noqa: PLC0415
-
     try:
         app()
     except LowtideError as error:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as torch_contexts
@@ -27,15 +26,26 @@ from lowtide.activations.answers import CheckpointFrame
 from lowtide.activations.operators import Kind, operator_of
 from lowtide.errors import ReplayError, UnsupportedError, explain
 from lowtide.policy import CheckpointPolicy, Fate, PolicyFn, SelectiveCheckpointContext, as_policy, fate_of
+from lowtide.report.counters import RegionRow
+from lowtide.residency.eligibility import why_not_move
 from lowtide.residency.group import Storage
 from lowtide.residency.manager import SwapManager, Visit
 from lowtide.residency.swap_tensor import SwapTensor
-from lowtide.storage import is_parameter
+from lowtide.storage import PLAIN_TYPES, is_parameter
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from lowtide.activations.region import Region
 
-__all__ = ["create_selective_checkpoint_contexts", "is_running_again", "lower_to_checkpoint", "run_again", "state_that_moves_twice"]
+__all__ = [
+    "create_selective_checkpoint_contexts",
+    "graph_contexts",
+    "is_running_again",
+    "lower_to_checkpoint",
+    "run_again",
+    "state_that_moves_twice",
+]
 
 Tensor = torch.Tensor
 
@@ -86,27 +96,24 @@ class _Memory:
         self.visit: Visit | None = None
 
 
-class _ForwardContext(TorchDispatchMode):
+class _ForwardContext(_torch.DispatchMode):
     """Runs every operator and keeps or swaps what the policy names."""
 
-    def __init__(self, frame: CheckpointFrame, memory: _Memory) -> None:
+    def __init__(self, frame: CheckpointFrame, memory: _Memory, row: RegionRow | None) -> None:
         super().__init__()
         self._frame = frame
+        self._row = row or RegionRow(frame.name, "checkpoint")
         self._memory = memory
         self._calls: dict[Any, int] = defaultdict(int)
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __enter__(self) -> _ForwardContext:
+    def __enter__(self) -> Self:
         manager = SwapManager()
         self._memory.visit = manager.begin_visit() if manager.learns_here else None
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         if error[0] is None:
             self._hand_over()
 
@@ -137,12 +144,13 @@ class _ForwardContext(TorchDispatchMode):
 
     def _stow(self, cached: _Cached, answer: CheckpointPolicy) -> None:
         manager = SwapManager()
-        if not manager.is_scheduled:
-            return
         for item in cached.items:
-            if not isinstance(item, _Kept) or item.tensor is None or is_parameter(item.tensor):
+            if not isinstance(item, _Kept) or item.tensor is None:
                 continue
-            if item.tensor.untyped_storage().nbytes() < manager.settings.min_bytes:
+            nbytes = item.tensor.untyped_storage().nbytes()
+            refusal = why_not_move(item.tensor, nbytes, manager)
+            if refusal is not None:
+                self._row.refuse(refusal[0], nbytes, refusal[1])
                 continue
             item.swap = manager.adopt(item.tensor, self._frame.name)
             item.swap.must |= answer is CheckpointPolicy.MUST_SWAP
@@ -150,11 +158,15 @@ class _ForwardContext(TorchDispatchMode):
     def _hand_over(self) -> None:
         memory, manager = self._memory, SwapManager()
         storage = Storage(self._frame.name)
+        storage.row = self._row
         for cached in memory.cached.values():
             for item in cached.items:
                 if isinstance(item, _Kept) and item.swap is not None:
                     item.tensor = None
                     storage.swap(item.swap)
+                    self._row.swapped_bytes += item.swap.nbytes
+                elif isinstance(item, _Kept) and item.tensor is not None:
+                    self._row.kept_bytes += item.tensor.untyped_storage().nbytes()
         if storage.tensors:
             memory.storages.append(storage)
             filed = manager.file_under(storage, memory.visit)
@@ -164,7 +176,7 @@ class _ForwardContext(TorchDispatchMode):
             manager.end_visit(memory.visit)
 
 
-class _RecomputeContext(TorchDispatchMode):
+class _RecomputeContext(_torch.DispatchMode):
     """Gives back what was kept or swapped without running the operator; runs the rest."""
 
     def __init__(self, name: str, memory: _Memory) -> None:
@@ -173,13 +185,9 @@ class _RecomputeContext(TorchDispatchMode):
         self._memory = memory
         self._calls: dict[Any, int] = defaultdict(int)
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __enter__(self) -> _RecomputeContext:
+    def __enter__(self) -> Self:
         self._calls.clear()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -229,9 +237,9 @@ def create_selective_checkpoint_contexts(
     return _contexts(CheckpointFrame(name, policy_fn, swap_inputs=False))
 
 
-def _contexts(frame: CheckpointFrame) -> tuple[_ForwardContext, _RecomputeContext]:
+def _contexts(frame: CheckpointFrame, row: RegionRow | None = None) -> tuple[_ForwardContext, _RecomputeContext]:
     memory = _Memory()
-    return _ForwardContext(frame, memory), _RecomputeContext(frame.name, memory)
+    return _ForwardContext(frame, memory, row), _RecomputeContext(frame.name, memory)
 
 
 class _Local(threading.local):
@@ -267,10 +275,13 @@ def run_again(region: Region, fn: Callable[..., Any], args: Any, kwargs: Any) ->
     options: dict[str, Any] = {"use_reentrant": False}
     if region.policy is not None:
         frame = CheckpointFrame(region.name, region.policy, swap_inputs=region.swap_inputs)
-        options["context_fn"] = functools.partial(_contexts, frame)
+        options["context_fn"] = functools.partial(_contexts, frame, region.row)
     checkpointed = functools.partial(checkpoint, call, **options)
     tensors = [leaves[i] for i in where]
     region.row.start_call()
+    if not region.swap_inputs:
+        unique = {_torch.storage_key(t): t for t in tensors if not is_parameter(t) and type(t) in PLAIN_TYPES}
+        region.row.kept_bytes += sum(t.untyped_storage().nbytes() for t in unique.values())
     return region.run_with_swapped_inputs(checkpointed, tensors) if region.swap_inputs else checkpointed(*tensors)
 
 
@@ -284,9 +295,10 @@ def state_that_moves_twice(module: Any) -> list[str]:
             found.append(f"BatchNorm statistics ({name or type(child).__name__})")
         code = getattr(type(child).forward, "__code__", None)
         scope = getattr(type(child).forward, "__globals__", {})
-        for used in code.co_names if code is not None else ():
+        names = code.co_names if code is not None else ()
+        for used in names:
             origin = getattr(scope.get(used), "__name__", "")
-            if origin in {"random", "numpy.random"} or (origin == "numpy" and "random" in code.co_names):
+            if origin in {"random", "numpy.random"} or (origin == "numpy" and "random" in names):
                 found.append(f"host randomness ({name or type(child).__name__} uses {used})")
     return found
 
@@ -303,20 +315,26 @@ def _refuse_swap_in_graph(where: str) -> UnsupportedError:
     )
 
 
-def lower_to_checkpoint(region: Region, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Under ``torch.compile``: the same wish in the words that the compiler understands."""
-    policy = region.policy
-    if region.kind == "swap" or region.swap_inputs:
-        raise _refuse_swap_in_graph(region.name)
-    if policy is None:
-        return checkpoint(fn, *args, use_reentrant=False, **kwargs)
+def graph_contexts(policy: PolicyFn, name: str) -> Callable[[], Any]:
+    """``context_fn`` for a compiled graph: torch's own selective contexts with our policy translated.
+
+    Made when the region is made: the compiler takes it only as a constant from outside of the graph.
+    """
 
     def translated(ctx: Any, op: Any, *op_args: Any, **op_kwargs: Any) -> TorchPolicy:
         ours = SelectiveCheckpointContext(is_recompute=bool(ctx.is_recompute))
-        answer = as_policy(policy(ours, op, *op_args, **op_kwargs), region.name)
+        answer = as_policy(policy(ours, op, *op_args, **op_kwargs), name)
         if fate_of(answer) is Fate.SWAP:
-            raise _refuse_swap_in_graph(region.name)
+            raise _refuse_swap_in_graph(name)
         return TorchPolicy(answer.value)
 
-    contexts = functools.partial(torch_contexts, translated)
-    return checkpoint(fn, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    return functools.partial(torch_contexts, translated)
+
+
+def lower_to_checkpoint(region: Region, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Under ``torch.compile``: the same wish in the words that the compiler understands."""
+    if region.kind == "swap" or region.swap_inputs:
+        raise _refuse_swap_in_graph(region.name)
+    if region.graph_contexts is None:
+        return checkpoint(fn, *args, use_reentrant=False, **kwargs)
+    return checkpoint(fn, *args, use_reentrant=False, context_fn=region.graph_contexts, **kwargs)

@@ -11,6 +11,7 @@ nothing of the user's ever runs twice in forward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from lowtide.storage import PLAIN_TYPES, layout_of
 if TYPE_CHECKING:
     from lowtide.activations.tape import Tape
 
-__all__ = ["Body", "FunctionArgument", "call_forward", "current_tape", "install", "is_pure", "pure"]
+__all__ = ["Body", "FunctionArgument", "call_forward", "install", "is_pure", "pure"]
 
 Tensor = torch.Tensor
 T = TypeVar("T", bound=type)
@@ -336,24 +337,13 @@ def _promote(tape: Tape, body: Body, node: FunctionNode, out: Any) -> None:
     tape.nodes.append(node)
 
 
-_current: list[Any] = []
-
-
-def current_tape() -> Tape | None:
-    """The tape that records on this thread now; set by the region module."""
-    return _current[0]() if _current else None
-
-
-def install(find_tape: Any) -> None:
+def install(find_tape: Callable[[], Tape | None]) -> None:
     """Route ``Function.apply`` inside regions through the tape. Outside of regions it costs about a microsecond."""
-    _current[:] = [find_tape]
     base: Any = _torch.SingleLevelFunction
-    if "apply" in base.__dict__:
-        return
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         call = super(base, cls).apply
-        tape = _current[0]()
+        tape = find_tape()
         if (
             tape is None
             or not tape.recording
@@ -368,5 +358,3 @@ def install(find_tape: Any) -> None:
 
     hook: Any = classmethod(apply)
     base.apply = hook
-
-

@@ -15,16 +15,18 @@ import torch
 
 from lowtide.policy import composite_of
 
-__all__ = ["Kind", "Operator", "declare_pure", "operator_of"]
+__all__ = ["Kind", "Operator", "declare_pure", "known_operators", "operator_of"]
 
 
 class Kind(enum.IntEnum):
     """How the tape treats a call."""
 
     PASS = 0  # views, metadata, host reads: values live at storage level, there is nothing to record
-    NORMAL = 1  # recorded and replayed
-    OPAQUE = 2  # run, never replayed: results are leaves
-    POISON = 3  # changes the storage itself (set_, resize_)
+    PURE = 1  # recorded and replayed
+    WRITE = 2  # likewise, and it overwrites arguments
+    EMPTY = 3  # hands out uninitialised memory
+    OPAQUE = 4  # run, never replayed: results are leaves
+    POISON = 5  # changes the storage itself (set_, resize_)
 
 
 _EMPTY: Final = frozenset(
@@ -61,7 +63,6 @@ class Operator:
         "atomic",
         "composites",
         "dropout_p",
-        "empty",
         "full_write",
         "func",
         "kind",
@@ -85,14 +86,13 @@ class Operator:
         self.list_positions = lists  # positional arguments that may be a list of tensors
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.atomic = self.name in _ATOMIC or _nondeterministic_bitwise in func.tags
-        self.empty = self.name in _EMPTY
         self.full_write = bool(self.writes) and (self.name in _FULL_WRITES or torch.Tag.out in func.tags)
         # flash attention is tagged random whether or not it drops: look at dropout_p first (R9)
         self.dropout_p = next((i for i, a in enumerate(schema.arguments) if a.name == "dropout_p"), -1)
         # whether the schema's write annotations are the contract (R4, R5)
         self.trust_writes = not (func.namespace.startswith("c10d") or self.name in _LIARS or self.name in _RESIZERS)
         self.composites = composite_of(func)
-        self.kind = _kind_of(func, schema, self.name, bool(self.writes))
+        self.kind = _kind_of(func, schema, self.name)
 
     def draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether this call takes numbers from a generator."""
@@ -135,7 +135,8 @@ def _positions(schema: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(tensors), tuple(lists)
 
 
-def _kind_of(func: Any, schema: Any, name: str, writes: bool) -> Kind:
+def _kind_of(func: Any, schema: Any, name: str) -> Kind:
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
     aliases = [r.alias_info is not None for r in schema.returns]
     trusted = func.namespace in _TRUSTED_NAMESPACES or func in _pure_overloads
     if name in _RESIZERS:
@@ -149,17 +150,20 @@ def _kind_of(func: Any, schema: Any, name: str, writes: bool) -> Kind:
     returns_tensor = any(isinstance(r.type, (torch.TensorType, torch.ListType)) for r in schema.returns)
     if not returns_tensor and not writes:
         return Kind.PASS
-    return Kind.NORMAL
+    if name in _EMPTY:
+        return Kind.EMPTY
+    return Kind.WRITE if writes else Kind.PURE
 
 
-_known: dict[Any, Operator] = {}
+# Every overload seen so far; the recorder looks here first.
+known_operators: dict[Any, Operator] = {}
 
 
 def operator_of(func: Any) -> Operator:
     """The facts about an overload, found out at its first call."""
-    found = _known.get(func)
+    found = known_operators.get(func)
     if found is None:
-        found = _known[func] = Operator(func)
+        found = known_operators[func] = Operator(func)
     return found
 
 
@@ -167,4 +171,4 @@ def declare_pure(overloads: Iterable[Any]) -> None:
     """Trust overloads of a custom namespace to be pure: same inputs, same bits, no hidden write."""
     for overload in overloads:
         _pure_overloads.add(overload)
-        _known.pop(overload, None)
+        known_operators.pop(overload, None)

@@ -11,10 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide import _torch, device
-from lowtide.activations.operators import Kind, Operator, operator_of
+from lowtide.activations.operators import Kind, Operator, known_operators, operator_of
 from lowtide.activations.tape import Tape
 from lowtide.activations.values import LEAF, Node, StorageRecord, Value, Write
 from lowtide.policy import CheckpointPolicy, Fate, fate_of, stronger
@@ -25,23 +24,16 @@ __all__ = ["Recorder", "tensors_in"]
 Tensor = torch.Tensor
 _DISCRETE = frozenset({torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8})
 _new_layout = tuple.__new__
+PASS, PURE = Kind.PASS, Kind.PURE
+grad_enabled = torch.is_grad_enabled
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(_torch.DispatchMode):
     """Hands every operator that runs inside a region to its tape."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self.tape = tape
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # The wrapper that torch otherwise puts around the handler costs 0.8 us an operator.
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record one call and run it."""
@@ -49,24 +41,34 @@ class Recorder(TorchDispatchMode):
             if kind not in PLAIN_TYPES:
                 # The subclass takes itself apart; its plain parts come back here.
                 return NotImplemented
-        operator = operator_of(func)
+        operator = known_operators.get(func) or operator_of(func)
         tape = self.tape
-        if tape.muted or (operator.kind is Kind.PASS and tape.body is None):
+        if tape.muted or (operator.kind is PASS and tape.body is None):
             return func(*args, **kwargs) if kwargs else func(*args)
-        if tape.body is not None:
-            tape.body.saw_operator(operator, args, kwargs or {})
-            if operator.kind is Kind.PASS:
-                return func(*args, **kwargs) if kwargs else func(*args)
-            return run_opaque(tape, operator, args, kwargs or {}, tape.body.reason)
-        if operator.kind is not Kind.NORMAL:
-            return run_opaque(tape, operator, args, kwargs or {}, f"operator {func} is opaque")
-        if not torch.is_grad_enabled():  # R2
-            return run_opaque(tape, operator, args, kwargs or {}, "it was computed with gradients off")
-        if operator.empty:
-            return _run_empty(tape, func, args, kwargs or {})
-        if operator.writes:
-            return _record_write(tape, operator, args, kwargs or {})
-        return _record(tape, operator, args, kwargs)
+        if operator.kind is PURE and tape.body is None and grad_enabled():
+            return _record(tape, operator, args, kwargs)
+        return _record_rare(tape, operator, args, kwargs or {})
+
+
+def _record_rare(tape: Tape, operator: Operator, args: Any, kwargs: Any) -> Any:
+    """Everything but a pure operator called with gradients on."""
+    if tape.body is not None:
+        return _run_in_body(tape, tape.body, operator, args, kwargs)
+    if operator.kind in {Kind.OPAQUE, Kind.POISON}:
+        return run_opaque(tape, operator, args, kwargs, f"operator {operator.func} is opaque")
+    if not grad_enabled():  # R2
+        return run_opaque(tape, operator, args, kwargs, "it was computed with gradients off")
+    if operator.kind is Kind.EMPTY:
+        return _run_empty(tape, operator.func, args, kwargs)
+    return _record_write(tape, operator, args, kwargs)
+
+
+def _run_in_body(tape: Tape, body: Any, operator: Operator, args: Any, kwargs: Any) -> Any:
+    """An operator inside of an ``autograd.Function``'s forward is never a node of its own."""
+    body.saw_operator(operator, args, kwargs)
+    if operator.kind is PASS:
+        return operator.func(*args, **kwargs)
+    return run_opaque(tape, operator, args, kwargs, body.reason)
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -87,32 +89,26 @@ def refer(tape: Tape, tensor: Tensor, inputs: list[Value]) -> Any:
         value = record.value
     else:
         value = tape.value_of(tensor)
-    if value.node == LEAF and value.held is None and value.swap is None and value.poison is None:
+    held = value.held
+    if value.node == LEAF and held is None and value.swap is None and value.poison is None:
         tape.hold_leaf(value, tensor)
+        held = tensor
     inputs.append(value)
-    base = value.base_layout
-    if value.held is tensor:
+    if held is tensor:
         return value
     size, stride, offset, dtype = tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
     bits = None
     if tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):
         bits = (tensor.is_conj(), tensor.is_neg())
-    if (
-        base is not None
-        and base[1] == stride
-        and base[0] == size
-        and base[2] == offset
-        and base[3] is dtype
-        and base[4] == bits
-    ):
-        return value
-    return (value, _new_layout(Layout, (size, stride, offset, dtype, bits)))
+    layout = (size, stride, offset, dtype, bits)
+    # Most arguments look as the value's base does: then no layout of their own is kept.
+    return value if value.base_layout == layout else (value, _new_layout(Layout, layout))
 
 
-def refer_all(tape: Tape, operator: Operator, node: Node, args: Any, kwargs: Any) -> None:
+def refer_all(tape: Tape, operator: Operator, node: Node, kwargs: Any) -> None:
     """Turn the arguments of a call into references."""
     inputs = node.inputs
-    node.args = converted = list(args)
+    converted = node.args
     count = len(converted)
     node.positions = operator.tensor_positions
     for position in operator.tensor_positions:
@@ -151,51 +147,47 @@ def _answer(tape: Tape, operator: Operator, args: Any, kwargs: Any) -> Checkpoin
 
 def _record(tape: Tape, operator: Operator, args: Any, kwargs: Any) -> Any:
     """A pure call: new storages come out, nothing is written."""
-    node = Node()
-    refer_all(tape, operator, node, args, kwargs)
+    node = Node(operator, list(args))
+    refer_all(tape, operator, node, kwargs)
     if operator.random and operator.draws(args, kwargs or {}):
         node.random = take_generator(args, kwargs or {})
     func = operator.func
     out = func(*args, **kwargs) if kwargs else func(*args)
-    index = len(tape.nodes)
-    answer = _answer(tape, operator, args, kwargs or {})
-    outputs = node.outputs
-    storages = tape.storages
-    for position, tensor in enumerate(out) if type(out) in (tuple, list) else ((0, out),):
-        if not isinstance(tensor, Tensor):
-            continue
-        storage = tensor.untyped_storage()
-        record = storages.get(storage._cdata)
-        if record is not None:
-            # An undeclared alias (_unsafe_view, unsafe_split) has a version counter of its own.
-            if record.value.node != index:
+    frame = tape.answers.checkpoint
+    answer = None
+    if frame is not None and frame.policy is not None:
+        answer = frame.for_operator(operator, args, kwargs or {})
+    nodes, storages = tape.nodes, tape.storages
+    index = len(nodes)
+    for position, tensor in enumerate((out,) if isinstance(out, Tensor) else out):
+        if isinstance(tensor, Tensor):
+            storage = tensor.untyped_storage()
+            record = storages.get(storage._cdata)
+            if record is None:
+                value = Value(index)
+                value.record = record = StorageRecord(value, tensor._version)
+                storages[_torch.take_weak_storage(storage)] = record
+                value.base_layout = layout_of(tensor)
+                node.outputs.append((position, value))
+                if answer is not None or tensor.dtype in _DISCRETE or operator.atomic:
+                    value.answer = answer
+                    _settle(tape, operator, value, tensor, args)
+            elif record.value.node != index:
+                # An undeclared alias (_unsafe_view, unsafe_split) has a version counter of its own.
                 record.version = None
-            continue
-        value = Value(index)
-        value.record = record = StorageRecord(value, tensor._version, None)
-        storages[storage._weak_ref()] = record
-        value.base_layout = layout_of(tensor)
-        outputs.append((position, value))
-        _settle(tape, operator, value, tensor, answer, args)
-    if outputs:
-        node.operator = operator
-        tape.nodes.append(node)
+    if node.outputs:
+        nodes.append(node)
     return out
 
 
-def _settle(
-    tape: Tape, operator: Operator, value: Value, tensor: Tensor, answer: CheckpointPolicy | None, args: Any
-) -> None:
-    """Give a fresh result its answer, and hold it if the answer is not RECOMPUTE."""
+def _settle(tape: Tape, operator: Operator, value: Value, tensor: Tensor, args: Any) -> None:
+    """Hold a fresh result if its answer is not RECOMPUTE, or if it must not be computed twice."""
     if operator.atomic and tensor.device.type != "cpu":
-        answer = stronger(answer or CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.PREFER_SAVE)
         value.opaque = f"{operator.name} may give other bits when it runs again on an accelerator"
     elif tensor.dtype in _DISCRETE and any(a.dtype.is_floating_point for a in tensors_in(args)):
         # R10: discrete results of floating-point inputs are small, and a flipped one changes the routing.
         value.opaque = f"{operator.name} gives discrete results"
-    if answer is not None:
-        value.answer = answer
-    if value.opaque is not None and (answer is None or fate_of(answer) is Fate.RECOMPUTE):
+    if value.opaque is not None and (value.answer is None or fate_of(value.answer) is Fate.RECOMPUTE):
         value.answer = CheckpointPolicy.PREFER_SAVE
     if value.answer is not None and fate_of(value.answer) is not Fate.RECOMPUTE:
         tape.hold(value, tensor)
@@ -230,17 +222,16 @@ def _record_write(tape: Tape, operator: Operator, args: Any, kwargs: Any) -> Any
             # R6: state that existed before the region; R3: a partial write to uninitialised memory.
             reason = "a tensor from outside of the region was written" if value.foreign else value.opaque
             return run_opaque(tape, operator, args, kwargs, reason or f"{operator.name} wrote to it")
-    node = Node()
+    node = Node(operator, [])
     for tensor, _, record in before:
         tape.before_write(record, tensor)
-    _refer_write(tape, node, args, kwargs, operator, {id(t) for t in targets})
+    _refer_write(tape, node, args, kwargs, {id(t) for t in targets})
     full = full and all(old not in node.inputs for _, old, _ in before)
     if operator.random and operator.draws(args, kwargs):
         node.random = take_generator(args, kwargs)
     out = operator.func(*args, **kwargs)
     index = len(tape.nodes)
     answer = _answer(tape, operator, args, kwargs)
-    node.operator = operator
     node.writes = []
     for tensor, old, record in before:
         new = Value(index)
@@ -262,8 +253,9 @@ def _record_write(tape: Tape, operator: Operator, args: Any, kwargs: Any) -> Any
     return out
 
 
-def _refer_write(tape: Tape, node: Node, args: Any, kwargs: Any, operator: Operator, ids: set[int]) -> None:
+def _refer_write(tape: Tape, node: Node, args: Any, kwargs: Any, ids: set[int]) -> None:
     """Like :func:`refer_all`, but a written argument (one of ``ids``) is neither held nor counted as read."""
+    operator = node.operator
 
     def one(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -280,38 +272,34 @@ def _refer_write(tape: Tape, node: Node, args: Any, kwargs: Any, operator: Opera
 
 def run_opaque(tape: Tape, operator: Operator, args: Any, kwargs: Any, reason: str) -> Any:
     """Run a call that is never replayed: results are leaves, writes make fresh leaves (R1-R6)."""
-    if operator.trust_writes:
-        targets = operator.written(args, kwargs)
-    else:
-        targets = tensors_in([*args, *kwargs.values()])
-    declared = {id(t) for t in operator.written(args, kwargs)} if operator.writes else set()
+    declared = operator.written(args, kwargs) if operator.writes else []
+    targets = declared if operator.trust_writes else tensors_in([*args, *kwargs.values()])
     before = []
     for tensor in targets:
-        if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
-            continue
-        record = tape.storages.get(tensor.untyped_storage()._cdata)
+        record = tape.storages.get(tensor.untyped_storage()._cdata) if _is_plain(tensor) else None
         if record is not None:
             old = tape.value_of(tensor)
             tape.before_write(record, tensor)
             before.append((tensor, record, old))
     out = operator.func(*args, **kwargs)
+    bumped = {id(t) for t in declared}
     for tensor, record, old in before:
         new = Value(LEAF)
         new.foreign, new.record, new.opaque = old.foreign, record, reason
         record.value = new
         if record.version is not None:
-            record.version = tensor._version + (1 if id(tensor) in declared else 0)
-    for tensor in out if type(out) in (tuple, list) else (out,):
-        if isinstance(tensor, Tensor) and type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in tape.storages:
-                value = Value(LEAF)
-                value.opaque = reason
-                answer = _opaque_answer(tape, operator, args, kwargs)
-                if answer is not None:
-                    value.answer = answer
-                tape.add_record(storage, tensor._version, value)
+            record.version = tensor._version + (1 if id(tensor) in bumped else 0)
+    for tensor in tensors_in([out]):
+        if _is_plain(tensor) and tensor.untyped_storage()._cdata not in tape.storages:
+            value = Value(LEAF)
+            value.opaque = reason
+            value.answer = _opaque_answer(tape, operator, args, kwargs)
+            tape.add_record(tensor.untyped_storage(), tensor._version, value)
     return out
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
 
 
 def _opaque_answer(tape: Tape, operator: Operator, args: Any, kwargs: Any) -> CheckpointPolicy | None:
@@ -319,5 +307,3 @@ def _opaque_answer(tape: Tape, operator: Operator, args: Any, kwargs: Any) -> Ch
     if operator.kind is not Kind.OPAQUE or tape.body is not None or not torch.is_grad_enabled():
         return None
     return _answer(tape, operator, args, kwargs)
-
-

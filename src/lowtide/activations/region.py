@@ -28,6 +28,7 @@ from lowtide.activations.tape import Tape
 from lowtide.errors import LowtideWarning, UnsupportedError, explain
 from lowtide.policy import PolicyFn, TensorPolicyFn
 from lowtide.report.counters import RegionRow
+from lowtide.residency.eligibility import NO_SCHEDULE
 from lowtide.residency.manager import SwapManager, Visit
 
 __all__ = ["Region", "notify_on_backward", "stow_open_tapes"]
@@ -92,8 +93,11 @@ class Region:
         self.recompute = recompute
         self.certify = certify
         self.row = RegionRow(name, kind)
+        self.counts_calls = True  # False where another region's row is used
         self._certified: dict[Any, int] = {}
         self._runs_again = recompute == "call"
+        selective = kind == "checkpoint" and policy is not None
+        self.graph_contexts = call_mode.graph_contexts(policy, name) if selective and policy is not None else None
 
     def settings(self) -> tuple[Any, ...]:
         """What makes two wraps the same."""
@@ -157,6 +161,7 @@ class Region:
         """In call mode, what ``torch.utils.checkpoint`` keeps of its inputs is moved by a swap-only region."""
         inputs = Region(self.name, "swap", None)
         inputs.row = self.row
+        inputs.counts_calls = False
         return inputs.run(checkpointed, tensors, {})
 
     def _run_outermost(self, outer: Tape | None, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -168,7 +173,8 @@ class Region:
         tape.visit = visit
         _local.tape = tape
         _local.open.append((tape, self.row))
-        self.row.start_call()
+        if self.counts_calls:
+            self.row.start_call()
         try:
             with saved_tensors_hooks(tape.pack, unpack):
                 if tape.recording:
@@ -197,15 +203,13 @@ class Region:
     def _finish(self, tape: Tape, visit: Visit | None, out: Any) -> None:
         manager = SwapManager()
         needed = tape.close()
-        storage = stow(tape, self.row, needed) if manager.is_scheduled or visit is not None else None
-        _file(tape, self.row, visit, storage)
-        account(tape, self.row, needed, scheduled=manager.is_scheduled or visit is not None)
+        _file(tape, self.row, visit, stow(tape, self.row, needed))
+        account(self.row, needed)
         if visit is not None:
             manager.end_visit(visit)
             if visit.nbytes:
                 notify_on_backward(out, visit.reached)
-        unscheduled = self.row.refused.get("no schedule")
-        if unscheduled is not None:
+        if NO_SCHEDULE in self.row.refused:
             warnings.warn(_NO_SCHEDULE, LowtideWarning, stacklevel=2)
         if self.recompute == "auto" and self.kind == "checkpoint":
             self._choose_mode()

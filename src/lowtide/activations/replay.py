@@ -216,7 +216,7 @@ def _materialise(tape: Tape, reference: Any, instead: dict[int, Tensor] | None) 
             return instead[id(reference)]
         base = reference.cache
         return base if base is not None and base._version == reference.cache_version else _base(tape, reference)
-    if kind is tuple and len(reference) == 2 and type(reference[0]) is Value:
+    if kind is tuple and reference and type(reference[0]) is Value:
         value, layout = reference
         base = instead.get(id(value)) if instead is not None else None
         if base is None:
@@ -247,34 +247,49 @@ def _run(tape: Tape, node: Node) -> None:
     """Run one recorded operator on what is there now."""
     operator = node.operator
     instead = _prepare_writes(tape, node.writes) if node.writes is not None else None
-    args = node.args.copy()
-    count = len(args)
-    for position in node.positions:
-        if position >= count:
-            break
-        args[position] = _materialise(tape, args[position], instead)
-    for position in node.lists:
-        if position < count and args[position] is not None:
-            args[position] = [_materialise(tape, item, instead) for item in args[position]]
+    args = _arguments(tape, node, instead)
     kwargs = node.kwargs
     if kwargs is not None:
         kwargs = {name: _materialise(tape, item, instead) for name, item in kwargs.items()}
-    out = _call(operator.func, args, kwargs, node.random)
+    if node.random is not None:
+        out = _call_with_state(operator.func, args, kwargs, node.random)
+    else:
+        out = operator.func(*args, **kwargs) if kwargs else operator.func(*args)
     if node.writes is not None:
         assert instead is not None
         for write in node.writes:
             _put(write.new, instead[id(write.old)])
             tape.drop_if_done(write.new)
-    if node.outputs:
-        outs = out if type(out) in (tuple, list) else (out,)
-        for position, value in node.outputs:
-            _accept(tape, operator.func, value, outs[position])
+    for position, value in node.outputs:
+        _accept(tape, operator.func, value, out if isinstance(out, Tensor) else out[position])
+    # Arguments must not keep what their last reader is done with.
+    del args, kwargs, instead, out
     _finish(tape, node)
 
 
-def _call(func: Any, args: list[Any], kwargs: dict[str, Any] | None, random: Any) -> Any:
-    if random is None:
-        return func(*args, **kwargs) if kwargs else func(*args)
+def _arguments(tape: Tape, node: Node, instead: dict[int, Tensor] | None) -> list[Any]:
+    """The positional arguments of a recorded call, as tensors that are there now."""
+    args = node.args.copy()
+    count = len(args)
+    for position in node.positions:
+        if position >= count:
+            break
+        reference = args[position]
+        if type(reference) is Value and instead is None:
+            # The common case of _materialise, spelled out: it runs for most arguments of most nodes.
+            base = reference.cache
+            if base is None or base._version != reference.cache_version:
+                base = _base(tape, reference)
+            args[position] = base
+        elif reference is not None:
+            args[position] = _materialise(tape, reference, instead)
+    for position in node.lists:
+        if position < count and args[position] is not None:
+            args[position] = [_materialise(tape, item, instead) for item in args[position]]
+    return args
+
+
+def _call_with_state(func: Any, args: list[Any], kwargs: dict[str, Any] | None, random: Any) -> Any:
     generator, state = random  # R9
     current = generator.get_state()
     generator.set_state(state)
@@ -306,8 +321,9 @@ def _accept(tape: Tape, func: Any, value: Value, tensor: Tensor) -> None:
 
 def _finish(tape: Tape, node: Node | FunctionNode) -> None:
     for value in node.inputs:
-        value.uses -= 1
-        tape.drop_if_done(value)
+        value.uses = uses = value.uses - 1
+        if uses <= 0 and value.pending <= 0:
+            tape.drop_if_done(value)
 
 
 def _prepare_writes(tape: Tape, writes: list[Write]) -> dict[int, Tensor]:
@@ -332,7 +348,9 @@ def _like(tensor: Tensor, layout: Layout) -> Tensor:
     """``layout`` over the storage of ``tensor``, whatever its own dtype and lazy bits."""
     flat = torch.empty(0, dtype=layout.dtype, device=tensor.device)
     flat = flat.set_(tensor.untyped_storage(), layout.offset, layout.size, layout.stride)
-    return flat if layout.bits is None else _torch.conjugate_view(flat, *layout.bits)
+    if layout.bits is None:
+        return flat
+    return _torch.conjugate_view(flat, conjugate=layout.bits[0], negative=layout.bits[1])
 
 
 def _run_function(tape: Tape, node: FunctionNode) -> None:

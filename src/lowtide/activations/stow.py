@@ -10,29 +10,16 @@ from collections.abc import Iterable
 
 import torch
 
-from lowtide import device
 from lowtide.activations.tape import Tape
 from lowtide.activations.values import LEAF, Value
 from lowtide.policy import CheckpointPolicy, Fate, fate_of
 from lowtide.report.counters import RegionRow
+from lowtide.residency.eligibility import why_not_move
 from lowtide.residency.group import Storage
 from lowtide.residency.manager import SwapManager
 from lowtide.storage import is_parameter
 
 __all__ = ["account", "stow"]
-
-
-def _why_not(tensor: torch.Tensor, nbytes: int, minimum: int) -> tuple[str, str] | None:
-    """Why a tensor that was asked to move stays: (reason, remedy), or None if it moves."""
-    if is_parameter(tensor):
-        return "parameters and their views never move", "Use an optimizer or parameter offload."
-    if nbytes < minimum:
-        return f"smaller than min_bytes ({minimum})", "Lower SwapManager().configure(min_bytes=...)."
-    if tensor.device.type == "cpu" and device.has_accelerator():
-        return "it lives on the host already", "Nothing to do."
-    if tensor.device.type == "meta":
-        return "it has no bytes", "Nothing to do."
-    return None
 
 
 def _wants_to_move(value: Value) -> bool:
@@ -52,13 +39,12 @@ def stow(tape: Tape, row: RegionRow, needed: Iterable[Value] | None) -> Storage 
     if not wanting:
         return None
     manager = SwapManager()
-    minimum = manager.settings.min_bytes
     storage = Storage(tape.name)
     for value in wanting:
         held = value.held
         assert held is not None
         nbytes = held.untyped_storage().nbytes()
-        why_not = _why_not(held, nbytes, minimum)
+        why_not = why_not_move(held, nbytes, manager)
         if why_not is not None:
             row.refuse(why_not[0], nbytes, why_not[1])
             value.answer = CheckpointPolicy.PREFER_SAVE
@@ -73,25 +59,22 @@ def stow(tape: Tape, row: RegionRow, needed: Iterable[Value] | None) -> Storage 
     return storage
 
 
-def account(tape: Tape, row: RegionRow, needed: set[Value], *, scheduled: bool) -> None:
+def account(row: RegionRow, needed: set[Value]) -> None:
     """Count the bytes of every fate at the end of a region."""
     for value in needed:
         held = value.held
         if held is not None:
-            _account_held(row, value, held, scheduled=scheduled)
+            _account_held(row, value, held)
         elif value.swap is None and value.node != LEAF and value.pending > 0:
             assert value.base_layout is not None
             row.recomputed_bytes += value.base_layout.nbytes
 
 
-def _account_held(row: RegionRow, value: Value, held: torch.Tensor, *, scheduled: bool) -> None:
+def _account_held(row: RegionRow, value: Value, held: torch.Tensor) -> None:
     if is_parameter(held):
         return
     nbytes = held.untyped_storage().nbytes()
     row.kept_bytes += nbytes
-    answer = value.answer
-    if answer is not None and not scheduled and fate_of(answer) is Fate.SWAP:
-        row.refuse("no schedule", nbytes, "Call lowtide.auto(model), chain the layers, or drive a group by hand.")
     if value.node == LEAF and value.opaque is not None:
         row.refuse(value.opaque, nbytes, _opaque_remedy(value.opaque))
         if value.opaque.startswith(("autograd.Function", "operator ")):

@@ -17,7 +17,7 @@ from lowtide import _torch
 from lowtide.activations.values import LEAF, FunctionNode, Handle, Node, StorageRecord, Value
 from lowtide.errors import ModifiedError, UnsupportedError, explain
 from lowtide.policy import Fate, fate_of, stronger
-from lowtide.storage import PLAIN_TYPES, is_parameter, layout_of, same_layout, whole
+from lowtide.storage import PLAIN_TYPES, is_parameter, layout_of, whole
 
 if TYPE_CHECKING:
     from lowtide.activations.answers import Answers
@@ -107,7 +107,8 @@ class Tape:
 
     def add_record(self, storage: torch.UntypedStorage, version: int | None, value: Value) -> StorageRecord:
         """Start to follow a storage; pins its C++ struct so that its address is not reused meanwhile."""
-        record = StorageRecord(value, version, self.body)
+        record = StorageRecord(value, version)
+        record.body = self.body
         value.record = record
         self.storages[_torch.take_weak_storage(storage)] = record
         return record
@@ -193,21 +194,13 @@ class Tape:
             return Packed(tensor, self.pack) if _torch.is_traceable_subclass(tensor) else tensor
         if tensor.layout is not torch.strided:  # R14
             return tensor
-        record = self.storages.get(tensor.untyped_storage()._cdata)
-        if record is not None and (record.version is None or tensor._version == record.version):
-            value = record.value
-        else:
-            value = self.value_of(tensor)
-        if value.node == LEAF and value.held is None and value.swap is None and value.poison is None:
-            self.hold_leaf(value, tensor)
+        value = self._value_to_pack(tensor)
         if self.answers.swap_is_innermost and not is_parameter(tensor):
             self._answer_packed(value, tensor)
-        layout = value.base_layout
-        if layout is None or not same_layout(tensor, layout):
-            layout = layout_of(tensor)
+        layout = layout_of(tensor)
+        if layout == value.base_layout:
+            layout = value.base_layout
         handle = Handle(self, value, layout)
-        if not self.recording:
-            self._maybe_spill(value, tensor)
         value.pending += 1
         self.packed.append(value)
         if self.certify:
@@ -216,17 +209,24 @@ class Tape:
             self.spill(self)
         return handle
 
+    def _value_to_pack(self, tensor: Tensor) -> Value:
+        record = self.storages.get(tensor.untyped_storage()._cdata)
+        if record is not None and (record.version is None or tensor._version == record.version):
+            value = record.value
+        else:
+            value = self.value_of(tensor)
+        if value.node == LEAF and value.held is None and value.swap is None and value.poison is None:
+            self.hold_leaf(value, tensor)
+        return value
+
     def _answer_packed(self, value: Value, tensor: Tensor) -> None:
+        """Ask the innermost ``swap_wrapper``; count what waits to leave, since its region may be a whole model."""
         answer = self.answers.for_packed(tensor)
         value.answer = answer if value.answer is None else stronger(value.answer, answer)
-        if fate_of(value.answer) is not Fate.RECOMPUTE and value.held is None and value.swap is None:
+        fate = fate_of(value.answer)
+        if fate is not Fate.RECOMPUTE and value.held is None and value.swap is None:
             self.hold(value, tensor)
-
-    def _maybe_spill(self, value: Value, tensor: Tensor) -> None:
-        """A swap-only region may be a whole model: what waits to leave is bounded."""
-        if value.answer is None or value.held is None or fate_of(value.answer) is not Fate.SWAP:
-            return
-        if value.pending == 0:
+        if fate is Fate.SWAP and value.pending == 0 and value.swap is None:
             self.unlaunched_bytes += tensor.untyped_storage().nbytes()
 
     def reach(self, visit: Visit) -> None:
@@ -356,4 +356,3 @@ class Tape:
                 )
             )
         return held
-

@@ -28,56 +28,41 @@ LEAF = -1
 
 
 class Value:
-    """The contents of one storage between two writes."""
+    """The contents of one storage between two writes.
 
-    __slots__ = (
-        "answer",
-        "base_layout",
-        "cache",
-        "cache_version",
-        "foreign",
-        "handed_out",
-        "held",
-        "node",
-        "opaque",
-        "pending",
-        "poison",
-        "record",
-        "swap",
-        "uninitialised",
-        "uses",
-        "version",
-    )
+    Defaults live on the class: one of these is made per operator of the user's
+    forward, and most of them never leave their defaults.
+    """
+
+    held: torch.Tensor | None = None  # the tensor that keeps its bytes on the device
+    version = 0  # of `held`, when it was held
+    base_layout: Layout | None = None  # how `held` (or the replayed result) looks at the storage
+    swap: SwapTensor | None = None  # its copy on the lower tier
+    cache: torch.Tensor | None = None  # replayed during this backward
+    cache_version = 0
+    handed_out = False  # autograd has seen `cache`: its buffer must not be reused
+    uses = 0  # reads planned by nodes that have not run
+    pending = 0  # handles that autograd has not unpacked
+    answer: CheckpointPolicy | None = None  # what a policy said; follows in-place writes (R18)
+    foreign = False  # existed before the region
+    opaque: str | None = None  # why its producer cannot be replayed
+    uninitialised = False  # fresh from an empty*() (R3)
+    poison: str | None = None  # why it can never be given out
+    record: StorageRecord | None = None  # only while the region runs
 
     def __init__(self, node: int) -> None:
         self.node = node  # index of the node that makes it, or LEAF
-        self.held: torch.Tensor | None = None  # the tensor that keeps its bytes on the device
-        self.version = 0  # of `held`, when it was held
-        self.base_layout: Layout | None = None  # how `held` (or the replayed result) looks at the storage
-        self.swap: SwapTensor | None = None  # its copy on the lower tier
-        self.cache: torch.Tensor | None = None  # replayed during this backward
-        self.cache_version = 0
-        self.handed_out = False  # autograd has seen `cache`: its buffer must not be reused
-        self.uses = 0  # reads planned by nodes that have not run
-        self.pending = 0  # handles that autograd has not unpacked
-        self.answer: CheckpointPolicy | None = None  # what a policy said; follows in-place writes (R18)
-        self.foreign = False  # existed before the region
-        self.opaque: str | None = None  # why its producer cannot be replayed
-        self.uninitialised = False  # fresh from an empty*() (R3)
-        self.poison: str | None = None  # why it can never be given out
-        self.record: StorageRecord | None = None  # only while the region runs
 
 
 class StorageRecord:
     """What the tape knows of one storage while its region runs."""
 
-    __slots__ = ("body", "holders", "value", "version")
+    holders: list[Value] | None = None  # every value held by reference to it (R7)
+    body: Any = None  # the Function call that allocated it
 
-    def __init__(self, value: Value, version: int | None, body: Any) -> None:
+    def __init__(self, value: Value, version: int | None) -> None:
         self.value = value  # its current contents
         self.version = version  # expected `_version`, or None once it has two counters
-        self.holders: list[Value] | None = None  # every value held by reference to it (R7)
-        self.body = body  # the Function call that allocated it
 
 
 Reference = Value | tuple[Value, Layout]
@@ -97,20 +82,19 @@ class Write:
 
 
 class Node:
-    """One recorded operator call."""
+    """One recorded operator call; defaults live on the class, as in :class:`Value`."""
 
-    __slots__ = ("args", "inputs", "kwargs", "lists", "operator", "outputs", "positions", "random", "writes")
+    positions: tuple[int, ...] = ()  # where args holds references
+    lists: tuple[int, ...] = ()  # where args holds lists with references
+    kwargs: dict[str, Any] | None = None
+    writes: list[Write] | None = None
+    random: tuple[torch.Generator, torch.Tensor] | None = None
 
-    def __init__(self) -> None:
-        self.operator: Any = None
-        self.args: list[Any] = []
-        self.positions: tuple[int, ...] = ()  # where args holds references
-        self.lists: tuple[int, ...] = ()  # where args holds lists with references
-        self.kwargs: dict[str, Any] | None = None
+    def __init__(self, operator: Any, args: list[Any]) -> None:
+        self.operator = operator
+        self.args = args
         self.inputs: list[Value] = []
         self.outputs: list[tuple[int, Value]] = []  # (index of the output, value)
-        self.writes: list[Write] | None = None
-        self.random: tuple[torch.Generator, torch.Tensor] | None = None
 
 
 class FunctionNode:
@@ -132,14 +116,13 @@ class FunctionNode:
 class Handle:
     """What autograd holds in place of a saved tensor."""
 
-    __slots__ = ("__weakref__", "checksum", "done", "layout", "tape", "value")
+    done = False  # unpacked, or given up
+    checksum: Any = None  # taken at pack, where the region certifies
 
     def __init__(self, tape: Tape, value: Value, layout: Layout) -> None:
         self.tape = tape
         self.value = value
         self.layout = layout
-        self.done = False
-        self.checksum: Any = None
 
     def __del__(self) -> None:
         # A branch of the graph that never ran backward: its value may go.

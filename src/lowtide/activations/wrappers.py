@@ -76,7 +76,8 @@ def checkpoint_wrapper(
     )
     if recompute == "call":
         region.warn_of_python_that_runs_twice(module_or_fn)
-    return _wrap(module_or_fn, region)
+    wrapped: F = _wrap(module_or_fn, region)
+    return wrapped
 
 
 def swap_wrapper(
@@ -94,7 +95,8 @@ def swap_wrapper(
     >>> isinstance(layer, torch.nn.Linear)
     True
     """
-    return _wrap(module_or_fn, Region(name or _name_of(module_or_fn), "swap", policy_fn, certify=certify))
+    wrapped: F = _wrap(module_or_fn, Region(name or _name_of(module_or_fn), "swap", policy_fn, certify=certify))
+    return wrapped
 
 
 def _name_of(module_or_fn: Any) -> str:

@@ -108,7 +108,7 @@ class FileCarrier:
         self._traffic = traffic
         self.tier = FileTier(settings.file_dir, budget=settings.host_bytes)
 
-    def copy_out(self, sources: Sequence[Tensor], stream: Any = None) -> list[tuple[FileSlot, Copy]]:
+    def copy_out(self, sources: Sequence[Tensor], stream: Any = None) -> list[tuple[FileSlot, Copy]]:  # noqa: ARG002
         """See :class:`Carrier`. A failure to start gives back what was started."""
         started: list[tuple[FileSlot, Copy]] = []
         try:
@@ -123,7 +123,7 @@ class FileCarrier:
             raise
         return started
 
-    def copy_in(self, slots: Sequence[tuple[Any, Copy]], where: torch.device, stream: Any = None) -> list[Any]:
+    def copy_in(self, slots: Sequence[tuple[Any, Copy]], where: torch.device, stream: Any = None) -> list[Any]:  # noqa: ARG002
         """See :class:`Carrier`."""
         started = []
         for slot, out in slots:
@@ -134,7 +134,7 @@ class FileCarrier:
             self._traffic.file_bytes_read += slot.nbytes
         return started
 
-    def release(self, slot: FileSlot, copies: Sequence[Copy]) -> None:
+    def release(self, slot: FileSlot, copies: Sequence[Copy]) -> None:  # noqa: ARG002
         """See :class:`Carrier`. The tier itself keeps the extent until copies in flight are over."""
         self.tier.release(slot)
 
@@ -191,7 +191,7 @@ class PinnedCarrier:
         buffers: list[HostBuffer] = []
         try:
             for source in sources:
-                buffers.append(self.pool.take(source.numel()))
+                buffers.append(self.pool.take(source.numel()))  # noqa: PERF401 - what was taken is given back on failure
         except BaseException:
             for buffer in buffers:
                 self.pool.give(buffer, buffer.ready)
@@ -220,9 +220,7 @@ class PinnedCarrier:
                 target.copy_(slot.tensor, non_blocking=True)
                 self._traffic.in_bytes += slot.nbytes
         event = device.record_event(stream)
-        return [
-            (t, _StreamCopy(event, where, (t, slot.tensor))) for t, (slot, _) in zip(targets, slots, strict=True)
-        ]
+        return [(t, _StreamCopy(event, where, (t, slot.tensor))) for t, (slot, _) in zip(targets, slots, strict=True)]
 
     def release(self, slot: HostBuffer, copies: Sequence[Copy]) -> None:
         """See :class:`Carrier`. The next writer of the buffer is ordered after the last copy that touched it."""

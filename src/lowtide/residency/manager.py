@@ -102,7 +102,8 @@ class SwapManager:
     settings: Settings
     traffic: Traffic
 
-    def __new__(cls) -> SwapManager:
+    def __new__(cls) -> SwapManager:  # noqa: PYI034 - one object, of this very class
+        """The one router of this process."""
         with cls._lock:
             if cls._instance is None:
                 cls._instance = super().__new__(cls)

@@ -279,7 +279,9 @@ def launch_load(tensors: Sequence[SwapTensor], copy_stream: Any = None) -> int:
     if not coming:
         return 0
     with torch.no_grad(), _torch.no_dispatch():
-        started = coming[0]._carrier.copy_in([(t._slot, t._out) for t in coming], coming[0].device, copy_stream)
+        started = coming[0]._carrier.copy_in(
+            [(t._slot, t._out) for t in coming if t._out is not None], coming[0].device, copy_stream
+        )
         for tensor, (flat, copy) in zip(coming, started, strict=True):
             tensor._started_in(flat, copy)
     return sum(t.nbytes for t in coming)
