@@ -104,8 +104,8 @@ def report(
     """Print the table of a saved demonstration again, and where its page is."""
     from rich.console import Console  # noqa: PLC0415
 
-    from lowtide.demo.figures import table_of  # noqa: PLC0415
     from lowtide.demo.comparison import FIGURES, PAGE, print_table  # noqa: PLC0415
+    from lowtide.demo.figures import table_of  # noqa: PLC0415
     from lowtide.measure import read_records  # noqa: PLC0415
 
     figures = folder / FIGURES

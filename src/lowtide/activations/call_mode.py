@@ -190,6 +190,12 @@ class _RecomputeContext(_torch.DispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if not _torch.autograd_keeps_graph():
+            # The recompute may stop early: what it did not come to is not needed.
+            self._memory.cached.clear()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator_of(func).kind is Kind.PASS:
             return func(*args, **(kwargs or {}))

@@ -1,0 +1,173 @@
+"""One training step whose activations go to a file, against the plain step and a closed form.
+
+Law: the closed form uses the bandwidth measured in the same run on the same
+directory, and says what an ideal overlap would cost: each half of the step
+takes the longer of its computation and its copies.
+"""
+
+from __future__ import annotations
+
+import copy
+import mmap
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import lowtide
+from lowtide import SwapManager, swap_wrapper
+from lowtide.bench.models import Gpt
+from lowtide.bench.timing import Seconds
+from lowtide.measure import memory_curve
+
+__all__ = ["SwapToFile", "file_bandwidth", "swap_to_file"]
+
+_CHUNK = 4 << 20
+
+
+@dataclass(frozen=True)
+class SwapToFile:
+    """What the swapped and the plain step took, and what they should have taken.
+
+    Args:
+        plain, swapped: median seconds of one step.
+        closed_form: seconds of the step with ideal overlap at the measured bandwidth.
+        out_bytes: bytes that one step wrote to the lower tier.
+        peak_bytes, plain_peak_bytes: most bytes of one step.
+        formula_bytes: the plain peak less the layers that are away when it is reached.
+        write_rate, read_rate: bytes a second of the directory, alone.
+    """
+
+    plain: float
+    swapped: float
+    closed_form: float
+    out_bytes: int
+    peak_bytes: int
+    plain_peak_bytes: int
+    formula_bytes: int
+    write_rate: float
+    read_rate: float
+
+    @property
+    def ratio(self) -> float:
+        """Swapped over plain."""
+        return self.swapped / self.plain
+
+    @property
+    def allowed(self) -> float:
+        """The ratio that the step may cost: the larger of 1.10 and 1.05 of the closed form."""
+        return max(1.10, 1.05 * self.closed_form / self.plain)
+
+
+def _open(path: Path, flags: int) -> int:
+    direct = getattr(os, "O_DIRECT", 0)
+    try:
+        return os.open(path, flags | direct, 0o600)
+    except OSError:
+        return os.open(path, flags, 0o600)
+
+
+def file_bandwidth(directory: Path, size: int) -> tuple[float, float]:
+    """Write and read a file of ``size`` bytes in 4 MiB pieces, uncached where the file system can.
+
+    Returns:
+        Bytes a second of writing and of reading.
+    """
+    path, count = directory / "bandwidth.probe", max(1, size // _CHUNK)
+    with mmap.mmap(-1, _CHUNK) as buffer:
+        buffer.write(os.urandom(_CHUNK))
+        try:
+            handle = _open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+            try:
+                begun = time.perf_counter()
+                for number in range(count):
+                    os.pwrite(handle, buffer, number * _CHUNK)
+                written = time.perf_counter() - begun
+            finally:
+                os.close(handle)
+            handle = _open(path, os.O_RDONLY)
+            try:
+                begun = time.perf_counter()
+                for number in range(count):
+                    os.preadv(handle, [buffer], number * _CHUNK)
+                taken = time.perf_counter() - begun
+            finally:
+                os.close(handle)
+        finally:
+            path.unlink(missing_ok=True)
+    return count * _CHUNK / written, count * _CHUNK / taken
+
+
+def _step(model: Gpt, tokens: Tensor) -> Seconds:
+    for p in model.parameters():
+        p.grad = None
+    begun = time.perf_counter()
+    loss = model(tokens).square().mean()
+    middle = time.perf_counter()
+    loss.backward()
+    return Seconds(middle - begun, time.perf_counter() - middle)
+
+
+def swap_to_file(*, layers: int = 8, width: int = 256, rounds: int = 5, batch: int = 8, length: int = 256) -> SwapToFile:
+    """Train a GPT plainly and with every layer's saved tensors in a file, step by step in turn."""
+    torch.manual_seed(0)
+    plain = Gpt(width, 4, layers)
+    swapped = copy.deepcopy(plain)
+    tokens = torch.randint(0, 256, (batch, length))
+    with tempfile.TemporaryDirectory(prefix="lowtide-bench-") as directory:
+        SwapManager().reset()
+        SwapManager().configure(file_dir=directory)
+        for block in swapped.blocks:
+            swap_wrapper(block)
+        handle = lowtide.auto(swapped)
+        try:
+            return _measure(plain, swapped, tokens, rounds, Path(directory))
+        finally:
+            handle.undo()
+            SwapManager().reset()
+
+
+def _measure(plain: Gpt, swapped: Gpt, tokens: Tensor, rounds: int, directory: Path) -> SwapToFile:
+    for _ in range(3):
+        _step(plain, tokens), _step(swapped, tokens)
+    before = SwapManager().traffic.out_bytes
+    _step(swapped, tokens)
+    out_bytes = SwapManager().traffic.out_bytes - before
+    write_rate, read_rate = file_bandwidth(directory, out_bytes)
+    pairs = [(_step(plain, tokens), _step(swapped, tokens)) for _ in range(rounds)]
+    base, moved = [p for p, _ in pairs], [s for _, s in pairs]
+    ideal = max(_median(base, "forward"), out_bytes / write_rate) + max(_median(base, "backward"), out_bytes / read_rate)
+    peak, plain_peak = _peak(swapped, tokens), _peak(plain, tokens)
+    layers = len(plain.blocks)
+    per_layer = out_bytes // (layers - 1)
+    return SwapToFile(
+        plain=_median(base, "step"),
+        swapped=_median(moved, "step"),
+        closed_form=ideal,
+        out_bytes=out_bytes,
+        peak_bytes=peak,
+        plain_peak_bytes=plain_peak,
+        formula_bytes=plain_peak - (layers - 2) * per_layer,
+        write_rate=write_rate,
+        read_rate=read_rate,
+    )
+
+
+def _median(times: list[Seconds], part: str) -> float:
+    return statistics.median(getattr(seconds, part) for seconds in times)
+
+
+def _peak(model: Gpt, tokens: Tensor) -> int:
+    def run() -> None:
+        model(tokens).square().mean().backward()
+
+    for p in model.parameters():
+        p.grad = None
+    return memory_curve(run).peak_bytes
+
+

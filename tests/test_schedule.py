@@ -1,0 +1,132 @@
+"""The schedule alone: events in, actions out (rules S1-S4)."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowtide.schedule import Action, Schedule, Verb, VisitState
+
+
+def _names(actions: list[Action]) -> list[tuple[str, int]]:
+    return [(a.verb.value, a.visit) for a in actions]
+
+
+def _forward(schedule: Schedule, count: int, nbytes: int = 10, *, chained: bool = False) -> list[list[tuple[str, int]]]:
+    log = []
+    for index in range(count):
+        visit, actions = schedule.begin_forward()
+        last = index == count - 1
+        actions += schedule.end_forward(visit, nbytes, successor=chained and not last, tail=chained and last)
+        log.append(_names(actions))
+    return log
+
+
+def test_learned_order_launches_a_visit_when_the_next_begins_and_never_the_last() -> None:
+    schedule = Schedule()
+    assert _forward(schedule, 3) == [
+        [],
+        [("launch_offload", 0), ("wait_offload", 0)],
+        [("launch_offload", 1), ("wait_offload", 1)],
+    ]
+    assert schedule.state_of(2) is VisitState.RESIDENT
+
+
+def test_chain_launches_at_the_end_releases_one_later_and_keeps_the_tail() -> None:
+    schedule = Schedule()
+    assert _forward(schedule, 3, chained=True) == [
+        [("launch_offload", 0)],
+        [("launch_offload", 1), ("wait_offload", 0)],
+        [("wait_offload", 1)],
+    ]
+    assert schedule.state_of(2) is VisitState.RESIDENT
+
+
+def test_backward_loads_what_it_needs_and_one_ahead() -> None:
+    schedule = Schedule()
+    _forward(schedule, 4)
+    assert _names(schedule.begin_backward(3)) == [("launch_load", 2)]
+    assert _names(schedule.begin_backward(2)) == [("launch_load", 1)]
+    assert _names(schedule.begin_backward(1)) == [("launch_load", 0)]
+    assert _names(schedule.begin_backward(0)) == []
+    assert _names(schedule.begin_backward(0)) == []
+
+
+def test_prefetch_distance() -> None:
+    schedule = Schedule(prefetch=2)
+    _forward(schedule, 4)
+    assert _names(schedule.begin_backward(3)) == [("launch_load", 2), ("launch_load", 1)]
+    assert _names(schedule.begin_backward(2)) == [("launch_load", 0)]
+
+
+def test_the_bound_releases_the_oldest_first_and_stops_the_prefetch() -> None:
+    schedule = Schedule(in_flight_bytes=15, prefetch=3)
+    visits = [schedule.begin_forward()[0] for _ in range(1)]
+    log = _names(schedule.end_forward(visits[0], 10, successor=True))
+    # The next unit begins and ends inside of the first one's successor without ending it: two may leave at once.
+    second, _ = schedule.begin_forward()
+    third, actions = schedule.begin_forward()
+    schedule.end_forward(third, 10, successor=True)
+    assert log == [("launch_offload", 0)]
+    assert _names(actions) == []
+    assert _names(schedule.end_forward(second, 10, successor=True))[-1] == ("wait_offload", third)
+
+
+def test_a_dead_visit_is_skipped_and_its_neighbours_stay_linked() -> None:
+    schedule = Schedule()
+    _forward(schedule, 4)
+    schedule.forget(2)
+    assert _names(schedule.begin_backward(3)) == [("launch_load", 1)]
+    assert len(schedule) == 3
+
+
+def test_nothing_is_launched_after_backward_has_been_there() -> None:
+    schedule = Schedule()
+    visit, _ = schedule.begin_forward()
+    schedule.end_forward(visit, 10)
+    schedule.begin_backward(visit)
+    _, actions = schedule.begin_forward()
+    assert actions == []
+
+
+def test_a_visit_without_bytes_never_moves() -> None:
+    schedule = Schedule()
+    assert _forward(schedule, 3, nbytes=0) == [[], [], []]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12),
+    bound=st.integers(1, 100),
+    prefetch=st.integers(0, 4),
+    chained=st.booleans(),
+    order=st.randoms(use_true_random=False),
+)
+def test_every_visit_moves_through_legal_states_whatever_the_order(sizes, bound, prefetch, chained, order) -> None:  # type: ignore[no-untyped-def] # noqa: ANN001
+    """No load without a release, no release without a launch, each at most once; no visit is left behind."""
+    schedule = Schedule(prefetch=prefetch, in_flight_bytes=bound)
+    where = dict.fromkeys(range(len(sizes)), "device")
+
+    def apply(actions: list[Action]) -> None:
+        legal = {
+            Verb.LAUNCH_OFFLOAD: ("device", "leaving"),
+            Verb.WAIT_OFFLOAD: ("leaving", "away"),
+            Verb.LAUNCH_LOAD: ("away", "coming"),
+        }
+        for action in actions:
+            before, after = legal[action.verb]
+            assert where[action.visit] == before
+            where[action.visit] = after
+
+    for index, nbytes in enumerate(sizes):
+        visit, actions = schedule.begin_forward()
+        apply(actions)
+        last = index == len(sizes) - 1
+        apply(schedule.end_forward(visit, nbytes, successor=chained and not last, tail=chained and last))
+    backward = list(range(len(sizes)))
+    order.shuffle(backward)
+    for visit in backward:
+        apply(schedule.begin_backward(visit))
+        assert where[visit] in {"device", "coming", "leaving"}
+        schedule.forget(visit)
+    assert len(schedule) == 0
