@@ -9,6 +9,7 @@ import torch
 
 from lowtide import Storage, SwapGroup, SwapManager, SwapState, SwapTensor
 from lowtide.errors import CapacityError, ModifiedError, ScheduleError, StateError, TierError
+from lowtide.residency.swap_tensor import launch_load, launch_offload
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -153,6 +154,21 @@ def test_aliases_share_one_copy() -> None:
     assert other is not first
     base.add_(1)
     assert manager.adopt(base, "d") is not first
+
+
+def test_a_tensor_that_is_named_twice_moves_once() -> None:
+    storage = Storage("layer")
+    swap = SwapTensor(torch.randn(100))
+    storage.swap(swap)
+    storage.swap(swap)
+    launch_offload([swap, swap])
+    storage.launch_offload()
+    storage.wait_offload()
+    assert SwapManager().lower_bytes() == SwapManager().traffic.out_bytes == 400
+    launch_load([swap, swap])
+    storage.wait_load()
+    assert SwapManager().lower_bytes() == 0
+    assert SwapManager().traffic.in_bytes == 400
 
 
 def test_a_budget_that_is_too_small_says_how_much_is_needed_and_keeps_the_tensor() -> None:

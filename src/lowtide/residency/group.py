@@ -38,8 +38,8 @@ class Storage:
         self.row: RegionRow | None = None  # where refusals and bytes held elsewhere are counted
 
     def swap(self, tensor: SwapTensor) -> None:
-        """Add a tensor that moves."""
-        self.swap_storage.setdefault(id(tensor), []).append(tensor)
+        """Add a tensor that moves; one that is shared is added once."""
+        self.swap_storage.setdefault(id(tensor), [tensor])
 
     def save(self, key: Any, tensor: Any) -> None:
         """Note a tensor that stays on the device."""

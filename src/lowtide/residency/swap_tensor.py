@@ -258,7 +258,8 @@ def launch_offload(tensors: Sequence[SwapTensor], copy_stream: Any = None) -> in
     for tensor in tensors:
         if tensor.state is SwapState.H2D:
             raise tensor._wrong("async_offload", "a resident tensor (device)", "wait_load")
-    leaving = [t for t in tensors if t.state is SwapState.DEVICE and t._val is not None]
+    # Several owners may name one tensor: it leaves once.
+    leaving = [t for t in dict.fromkeys(tensors) if t.state is SwapState.DEVICE and t._val is not None]
     if not leaving:
         return 0
     with torch.no_grad(), _torch.no_dispatch():
@@ -275,7 +276,7 @@ def launch_load(tensors: Sequence[SwapTensor], copy_stream: Any = None) -> int:
             raise tensor._wrong("async_load", "a tensor on the lower tier (host)", "wait_offload")
         if tensor.state is SwapState.DEVICE and not tensor.offloaded_once:
             raise tensor._wrong("async_load", "a tensor on the lower tier (host)", "async_offload and wait_offload")
-    coming = [t for t in tensors if t.state is SwapState.HOST]
+    coming = [t for t in dict.fromkeys(tensors) if t.state is SwapState.HOST]
     if not coming:
         return 0
     with torch.no_grad(), _torch.no_dispatch():
