@@ -18,19 +18,26 @@ import torch
 # The first call of a dispatch mode imports dynamo lazily, and the frames of that
 # import would keep the first tape alive for good (2.10-2.14).
 import torch._dynamo
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = [
+    "NO_BACKWARD",
+    "TRACING_TYPES",
     "DispatchMode",
     "SingleLevelFunction",
     "any_functorch_transform",
     "autograd_keeps_graph",
     "conjugate_view",
+    "current_backward",
+    "current_python_node",
     "current_saved_tensor_hooks",
     "free_weak_storage",
     "is_traceable_subclass",
     "no_autocast",
     "no_dispatch",
+    "pin_again",
     "queue_after_backward",
     "storage_key",
     "take_weak_storage",
@@ -62,6 +69,12 @@ class DispatchMode(TorchDispatchMode):
         return True
 
 
+# Tensors without data, as in sharding propagation and tracing (2.0-2.14).
+TRACING_TYPES: tuple[type, ...] = (FakeTensor, FunctionalTensor)
+
+# What `current_backward` says outside of a backward.
+NO_BACKWARD = -1
+
 # Runs the body below every Python dispatch mode and subclass (1.11-2.14).
 no_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
 
@@ -75,6 +88,12 @@ def take_weak_storage(storage: torch.UntypedStorage) -> int:
     """Pin the C++ struct of ``storage``, not its bytes; pair with :func:`free_weak_storage` (1.x-2.14)."""
     key: Any = storage._weak_ref()
     return int(key)
+
+
+def pin_again(key: int) -> int:
+    """One more pin of a storage that is pinned already (1.x-2.14)."""
+    storage: Any = torch.UntypedStorage._new_with_weak_ptr(key)
+    return key if storage is None else int(storage._weak_ref())
 
 
 def free_weak_storage(key: int) -> None:
@@ -103,12 +122,20 @@ def autograd_keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def queue_after_backward(callback: Callable[[], None]) -> bool:
-    """Run ``callback`` when the backward that runs now ends; False where none runs (1.x-2.14)."""
-    if torch._C._current_graph_task_id() == -1:
-        return False
+def current_backward() -> int:
+    """The engine's id of the backward that runs on this thread, or :data:`NO_BACKWARD` (1.12-2.14)."""
+    return int(torch._C._current_graph_task_id())
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward that runs now ends (1.x-2.14)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-    return True
+
+
+def current_python_node() -> Any | None:
+    """The node of an ``autograd.Function`` whose backward runs now on this thread, or None (2.1-2.14)."""
+    node = torch._C._current_autograd_node()
+    return node if isinstance(node, torch.autograd.function.BackwardCFunction) else None
 
 
 def conjugate_view(tensor: torch.Tensor, *, conjugate: bool, negative: bool) -> torch.Tensor:

@@ -45,7 +45,7 @@ def _quiet_profiler() -> None:
 @app.command()
 def demo(
     *,
-    steps: Annotated[int, typer.Option(min=2, help="Training steps in each mode.")] = 70,
+    steps: Annotated[int, typer.Option(min=2, help="Training steps in each mode.")] = 60,
     batch: Annotated[int, typer.Option(min=1, help="Windows of text in each step.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Where weights, dropout and batches start from.")] = 1234,
     threads: Annotated[int, typer.Option(min=1, help="Compute threads on a CPU; copies have their own.")] = 1,

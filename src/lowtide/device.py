@@ -16,6 +16,7 @@ import torch
 
 __all__ = [
     "Event",
+    "NumericFlags",
     "Stream",
     "allocated_bytes",
     "capturing",
@@ -25,6 +26,7 @@ __all__ = [
     "is_accelerator",
     "max_allocated_bytes",
     "new_stream",
+    "numeric_flags",
     "pinned_bytes",
     "record_event",
     "reset_peak",
@@ -32,6 +34,7 @@ __all__ = [
     "training_device",
     "use_stream",
     "wait_event",
+    "with_numeric_flags",
     "wait_stream",
 ]
 
@@ -119,6 +122,46 @@ def wait_stream(stream: Any, other: Any) -> None:
 def pinned_bytes(nbytes: int) -> torch.Tensor:
     """A flat uint8 tensor of page-locked host memory. Slow (milliseconds): pool it."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+NumericFlags = tuple[str, bool, bool, bool, bool, bool]
+
+
+def numeric_flags() -> NumericFlags:
+    """The process-wide switches that decide the bits of a kernel's result (R12)."""
+    cudnn = torch.backends.cudnn
+    return (
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        cudnn.enabled,
+        cudnn.benchmark,
+        cudnn.deterministic,
+        torch.backends.mkldnn.enabled,
+    )
+
+
+@contextlib.contextmanager
+def with_numeric_flags(flags: NumericFlags) -> Iterator[None]:
+    """Run the body under the switches of another moment, and put today's back."""
+    now = numeric_flags()
+    if now == flags:
+        yield
+        return
+    _set_numeric_flags(flags)
+    try:
+        yield
+    finally:
+        _set_numeric_flags(now)
+
+
+def _set_numeric_flags(flags: NumericFlags) -> None:
+    precision, deterministic, enabled, benchmark, cudnn_deterministic, mkldnn = flags
+    torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(deterministic, warn_only=torch.is_deterministic_algorithms_warn_only_enabled())
+    torch.backends.cudnn.enabled = enabled
+    torch.backends.cudnn.benchmark = benchmark
+    torch.backends.cudnn.deterministic = cudnn_deterministic
+    torch.backends.mkldnn.enabled = mkldnn
 
 
 def capturing(device: torch.device) -> bool:

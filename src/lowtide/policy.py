@@ -40,8 +40,10 @@ __all__ = [
 class CheckpointPolicy(enum.IntEnum):
     """The answer of a policy for one operator output or one saved tensor (U1).
 
-    ``MUST_*`` raises where it cannot be honoured, ``PREFER_*`` falls back and
-    is counted in the report with its reason. ``MUST_SWAP`` and ``PREFER_SWAP``
+    ``MUST_SWAP`` raises where the lower tier has no room; ``PREFER_SWAP`` stays
+    on the device and is counted. Both apply to what may move at all: not to
+    parameters, nor below ``min_bytes``, nor without a schedule (U7); the report
+    counts those. ``MUST_RECOMPUTE`` keeps what must not run twice, and counts it. ``MUST_SWAP`` and ``PREFER_SWAP``
     equal torch's ``MUST_CPU_OFFLOAD`` and ``PREFER_CPU_OFFLOAD`` in name order
     and value; torch's own members are accepted wherever these are.
 
@@ -232,7 +234,7 @@ def _resolve(op: Any) -> list[Any]:
     )
 
 
-@dataclass(eq=False)
+@dataclass(unsafe_hash=True)
 class OperatorPolicy:
     """A policy that gives one answer for a set of operators and another for the rest.
 
@@ -247,8 +249,9 @@ class OperatorPolicy:
     asked: tuple[Any, ...]
     answer: CheckpointPolicy
     otherwise: CheckpointPolicy = CheckpointPolicy.PREFER_RECOMPUTE
+    report_unused: bool = True
     members: frozenset[Any] = field(init=False, repr=False)
-    occurred: set[Any] = field(init=False, repr=False, default_factory=set)
+    occurred: set[Any] = field(init=False, repr=False, compare=False, default_factory=set)
 
     def __post_init__(self) -> None:
         self.members = frozenset(one for op in self.asked for one in _resolve(op))
@@ -262,13 +265,23 @@ class OperatorPolicy:
 
     def __getstate__(self) -> dict[str, Any]:
         names = tuple(op if isinstance(op, str) else str(op) for op in self.asked)
-        return {"asked": names, "answer": self.answer, "otherwise": self.otherwise}
+        return {
+            "asked": names,
+            "answer": self.answer,
+            "otherwise": self.otherwise,
+            "report_unused": self.report_unused,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
     def never_occurred(self) -> list[str]:
-        """Names of the listed operators of which no overload and no part has run so far."""
+        """Names of the listed operators of which no overload and no part has run so far.
+
+        Of a ready-made list only the case that none of them ran is worth a word.
+        """
+        if not self.report_unused and self.occurred:
+            return []
         return [str(op) for op in self.asked if self.occurred.isdisjoint(_resolve(op))]
 
 
@@ -316,7 +329,7 @@ def save_matmuls_and_attention() -> OperatorPolicy:
     >>> save_matmuls_and_attention()(None, torch.ops.aten.addmm.default).name
     'MUST_SAVE'
     """
-    return save_ops(*_HEAVY)
+    return OperatorPolicy(_HEAVY, CheckpointPolicy.MUST_SAVE, report_unused=False)
 
 
 def swap_matmuls_and_attention() -> OperatorPolicy:
@@ -325,4 +338,4 @@ def swap_matmuls_and_attention() -> OperatorPolicy:
     >>> swap_matmuls_and_attention()(None, torch.ops.aten.addmm.default).name
     'MUST_SWAP'
     """
-    return swap_ops(*_HEAVY)
+    return OperatorPolicy(_HEAVY, CheckpointPolicy.MUST_SWAP, report_unused=False)

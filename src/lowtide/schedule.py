@@ -49,6 +49,7 @@ class Action:
 
     verb: Verb
     visit: int
+    bound: bool = False  # it is done now because of the bound on bytes in flight
 
 
 @dataclass
@@ -126,7 +127,7 @@ class Schedule:
         while len(self._leaving) > 1 and sum(self._visits[v].nbytes for v in self._leaving) > self.in_flight_bytes:
             oldest = self._leaving.pop(0)
             self._visits[oldest].state = VisitState.AWAY
-            actions.append(Action(Verb.WAIT_OFFLOAD, oldest))
+            actions.append(Action(Verb.WAIT_OFFLOAD, oldest, bound=True))
         actions.append(Action(Verb.LAUNCH_OFFLOAD, visit))
         return actions
 

@@ -27,7 +27,7 @@ from lowtide.activations.operators import Kind, operator_of
 from lowtide.errors import ReplayError, UnsupportedError, explain
 from lowtide.policy import CheckpointPolicy, Fate, PolicyFn, SelectiveCheckpointContext, as_policy, fate_of
 from lowtide.report.counters import RegionRow
-from lowtide.residency.eligibility import why_not_move
+from lowtide.residency.eligibility import NO_SCHEDULE, why_not_move
 from lowtide.residency.group import Storage
 from lowtide.residency.manager import SwapManager, Visit
 from lowtide.residency.swap_tensor import SwapTensor
@@ -174,6 +174,8 @@ class _ForwardContext(_torch.DispatchMode):
                 tensor.visit = tensor.visit or filed
         if memory.visit is not None:
             manager.end_visit(memory.visit)
+        if NO_SCHEDULE in self._row.refused:
+            manager.warn_of_no_schedule()
 
 
 class _RecomputeContext(_torch.DispatchMode):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch
 
 from lowtide import _torch, device
-from lowtide.activations.operators import Kind, Operator
+from lowtide.activations.operators import Kind, Operator, declare_pure
 from lowtide.activations.recorder import refer, tensors_in
 from lowtide.activations.values import LEAF, FunctionNode, Value
 from lowtide.errors import WrapError, explain
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Body", "FunctionArgument", "call_forward", "install", "is_pure", "pure"]
 
 Tensor = torch.Tensor
-T = TypeVar("T", bound=type)
+T = TypeVar("T")
 
 # Read and found pure, by qualified name: no hidden state, no write to an argument that backward reads.
 _KNOWN_PURE: Final = frozenset(
@@ -51,12 +51,13 @@ _declared: set[type] = set()
 
 
 def pure(function: T) -> T:
-    """Declare an ``autograd.Function`` class pure, so that its call can be replayed instead of kept.
+    """Declare an ``autograd.Function`` class or a custom operator pure, so that it can be replayed instead of kept.
 
-    Effect: in a recompute region only its inputs are kept. Hazard: if its
-    forward reads or moves state that no operator shows (a Python counter, a
-    random number from Python or NumPy), gradients are wrong; run the first steps
-    with ``certify`` on. Usable as a decorator.
+    Effect: in a recompute region only its inputs are kept. Hazard: if it reads
+    or moves state that nothing shows (a Python counter, a random number from
+    Python or NumPy, a hidden write), gradients are wrong; run the first steps
+    with ``certify`` on. Usable as a decorator on Function classes. Operators are
+    given as ``torch.ops.<namespace>.<name>``.
 
     >>> import torch
     >>> @pure
@@ -68,18 +69,24 @@ def pure(function: T) -> T:
     ...     def backward(ctx, grad):
     ...         return grad * 2
     """
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        declare_pure(getattr(function, name) for name in function.overloads())
+        return function
+    if isinstance(function, torch._ops.OpOverload):
+        declare_pure([function])
+        return function
     if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
         raise WrapError(
             explain(
-                "only an autograd.Function can be declared pure",
-                expected="a subclass of torch.autograd.Function",
+                "only an autograd.Function or an operator can be declared pure",
+                expected="a subclass of torch.autograd.Function, or torch.ops.<namespace>.<name>",
                 got=repr(function),
                 where="lowtide.pure",
                 remedy="Pass the class itself, not an instance or its apply.",
             )
         )
     _declared.add(function)
-    return function
+    return function  # type: ignore[return-value]
 
 
 def is_pure(function: type) -> bool:
@@ -344,6 +351,8 @@ def install(find_tape: Callable[[], Tape | None]) -> None:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         call = super(base, cls).apply
         tape = find_tape()
+        if tape is not None:
+            tape.python_nodes = True
         if (
             tape is None
             or not tape.recording

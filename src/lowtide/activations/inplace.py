@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lowtide.activations.call_mode import lower_to_checkpoint
 from lowtide.activations.region import Region, notify_on_backward, stow_open_tapes
 from lowtide.errors import WrapError, explain
 from lowtide.residency.manager import SwapManager, Visit, watch_chained_layers
@@ -58,13 +59,20 @@ class WrappedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward under everything that is attached to it."""
+        if not torch.compiler.is_compiling():
+            return self._run(args, kwargs)
+        region = self.region
+        if region is None or not torch.is_grad_enabled():
+            return self.inner()(*args, **kwargs)
+        return lower_to_checkpoint(region, self.inner(), args, kwargs)
+
+    @torch.compiler.disable
+    def _run(self, args: Any, kwargs: Any) -> Any:
         fn = self.inner()
-        if torch.compiler.is_compiling():
-            return fn(*args, **kwargs) if self.region is None else self.region.run(fn, args, kwargs)
         manager = SwapManager()
         unit = self._begin_unit(manager)
         if self.learns:
-            manager.begin_learning()
+            manager.begin_learning(self.module.buffers())
         try:
             out = fn(*args, **kwargs) if self.region is None else self.region.run(fn, args, kwargs)
             if unit is not None:

@@ -39,6 +39,9 @@ class Recorder(_torch.DispatchMode):
         """Record one call and run it."""
         for kind in types:
             if kind not in PLAIN_TYPES:
+                if issubclass(kind, _torch.TRACING_TYPES):
+                    # Shape propagation (DTensor, compilers) computes nothing: there is nothing to record.
+                    return func(*args, **kwargs) if kwargs else func(*args)
                 # The subclass takes itself apart; its plain parts come back here.
                 return NotImplemented
         operator = known_operators.get(func) or operator_of(func)
@@ -55,7 +58,7 @@ def _record_rare(tape: Tape, operator: Operator, args: Any, kwargs: Any) -> Any:
     if tape.body is not None:
         return _run_in_body(tape, tape.body, operator, args, kwargs)
     if operator.kind in {Kind.OPAQUE, Kind.POISON}:
-        return run_opaque(tape, operator, args, kwargs, f"operator {operator.func} is opaque")
+        return run_opaque(tape, operator, args, kwargs, opaque_reason(operator))
     if not grad_enabled():  # R2
         return run_opaque(tape, operator, args, kwargs, "it was computed with gradients off")
     if operator.kind is Kind.EMPTY:
@@ -69,6 +72,16 @@ def _run_in_body(tape: Tape, body: Any, operator: Operator, args: Any, kwargs: A
     if operator.kind is PASS:
         return operator.func(*args, **kwargs)
     return run_opaque(tape, operator, args, kwargs, body.reason)
+
+
+def opaque_reason(operator: Operator) -> str:
+    """Why the results of an operator are never replayed."""
+    namespace = operator.func.namespace
+    if namespace in {"aten", "prims"}:
+        return f"{operator.func} moves a state or a storage, so it must not run twice"
+    if namespace.startswith(("c10d", "_c10d", "fsdp")):
+        return f"{operator.func} communicates, so it must not run twice"  # R5
+    return f"opaque operator {operator.func}"
 
 
 def tensors_in(values: Any) -> list[Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -94,6 +95,7 @@ class Region:
         self.certify = certify
         self.row = RegionRow(name, kind)
         self.counts_calls = True  # False where another region's row is used
+        self.hazards: list[str] = []  # what running the module's Python twice would change
         self._certified: dict[Any, int] = {}
         self._runs_again = recompute == "call"
         selective = kind == "checkpoint" and policy is not None
@@ -109,13 +111,13 @@ class Region:
         made.__setstate__(self.__getstate__())
         return made
 
-    def warn_of_python_that_runs_twice(self, module: Any) -> None:
-        """Call mode re-runs Python: look for what that would change."""
-        found = call_mode.state_that_moves_twice(module)
-        if found:
+    def look_for_hazards(self, module: Any) -> None:
+        """Call mode re-runs Python: look for what that would change, and say so where it is asked for."""
+        self.hazards = call_mode.state_that_moves_twice(module)
+        if self.hazards and self.recompute == "call":
             warnings.warn(
                 f"{self.name} is wrapped with recompute='call', which runs its Python twice, and it contains "
-                f"{', '.join(found)}: training will differ. Use recompute='replay'.",
+                f"{', '.join(self.hazards)}: training will differ. Use recompute='replay'.",
                 LowtideWarning,
                 stacklevel=4,
             )
@@ -125,11 +127,13 @@ class Region:
         self.name = self.row.name = name
 
     def __getstate__(self) -> dict[str, Any]:
-        keys = ("name", "kind", "policy", "swap_inputs", "recompute", "certify")
+        keys = ("name", "kind", "policy", "swap_inputs", "recompute", "certify", "hazards")
         return {key: getattr(self, key) for key in keys}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        hazards = state.pop("hazards")
         self.__init__(**state)  # type: ignore[misc]
+        self.hazards = hazards
 
     def _frame(self) -> CheckpointFrame | SwapFrame:
         if self.kind == "swap":
@@ -139,11 +143,9 @@ class Region:
     # ---- one call -----------------------------------------------------------------------------
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call ``fn`` as this region."""
+        """Call ``fn`` as this region. Not to be traced: a compiler comes through :func:`lower_to_checkpoint`."""
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return call_mode.lower_to_checkpoint(self, fn, args, kwargs)
         if call_mode.is_running_again():
             return fn(*args, **kwargs)
         if self._runs_again:
@@ -167,6 +169,8 @@ class Region:
     def _run_outermost(self, outer: Tape | None, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         manager = SwapManager()
         tape = self._new_tape(outer, args, kwargs)
+        owner = getattr(fn, "__self__", None)
+        tape.module = weakref.ref(owner) if isinstance(owner, torch.nn.Module) else None
         visit = manager.begin_visit() if manager.learns_here else None
         if visit is not None or manager.is_scheduled:
             _refuse_capture(self.name)
@@ -202,15 +206,15 @@ class Region:
 
     def _finish(self, tape: Tape, visit: Visit | None, out: Any) -> None:
         manager = SwapManager()
-        needed = tape.close()
+        needed, dead = tape.close()
         _file(tape, self.row, visit, stow(tape, self.row, needed))
-        account(self.row, needed)
+        account(self.row, needed, dead)
         if visit is not None:
             manager.end_visit(visit)
             if visit.nbytes:
                 notify_on_backward(out, visit.reached)
         if NO_SCHEDULE in self.row.refused:
-            warnings.warn(_NO_SCHEDULE, LowtideWarning, stacklevel=2)
+            manager.warn_of_no_schedule()
         if self.recompute == "auto" and self.kind == "checkpoint":
             self._choose_mode()
 
@@ -230,10 +234,14 @@ class Region:
         limit = max(_OPAQUE_SHARE * row.packed_bytes, SwapManager().settings.min_bytes)
         if row.opaque_bytes <= limit:
             return
+        what = f"{row.opaque_bytes} of {row.packed_bytes} bytes were kept because their producers are opaque"
+        if self.hazards or self.certify:
+            why = "certify asks for a replay" if self.certify else f"it contains {', '.join(self.hazards)}"
+            row.note(f"{what}; running the module again (recompute='call') is not chosen by itself because {why}.")
+            return
         self._runs_again = True
-        row.notes.append(
-            f"{self.name}: {row.opaque_bytes} of {row.packed_bytes} bytes were kept because their producers are "
-            "opaque; from the next call on the module is run again instead (recompute='call'). Pass "
+        row.note(
+            f"{what}; from the next call on the module is run again instead (recompute='call'). Pass "
             "recompute='replay' to keep them, or declare pure autograd.Functions with lowtide.pure."
         )
 
@@ -246,12 +254,6 @@ class Region:
         done = self._certified.get(shapes, 0)
         self._certified[shapes] = done + 1
         return done < self.certify
-
-
-_NO_SCHEDULE = (
-    "a wrapper asked to swap, but nothing says when: what it named is kept on the device. Call lowtide.auto(model), "
-    "SwapManager().set_forward_prefetch_layer(first, second), or drive a group by hand."
-)
 
 
 def _refuse_capture(name: str) -> None:

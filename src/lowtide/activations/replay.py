@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lowtide import _torch
+from lowtide import _torch, device
 from lowtide.activations.certify import verify
 from lowtide.activations.function_node import FunctionArgument, call_forward
 from lowtide.activations.recorder import tensors_in
@@ -40,10 +40,16 @@ def unpack(packed: Any) -> Any:
 
 def _unpack(tape: Tape, handle: Handle) -> Tensor:
     value = handle.value
-    in_backward = tape.epoch_open or _open_epoch(tape)
+    task = _torch.current_backward()
+    in_backward = task != _torch.NO_BACKWARD
+    if task != tape.backward or not in_backward:
+        _open_epoch(tape, task)
+    if tape.python_nodes:
+        _note_reader(tape, value)
     if tape.on_backward is not None:
         visit, tape.on_backward = tape.on_backward, None
         visit.reached()
+    kept = value.held is not None
     base = resident(tape, value)
     if base is None:
         _replay(tape, value)
@@ -55,16 +61,34 @@ def _unpack(tape: Tape, handle: Handle) -> Tensor:
         out = base.detach()
     if value.cache is not None:
         value.handed_out = True
-    if not handle.done and not (not tape.closed and in_backward and _torch.autograd_keeps_graph()):
-        handle.done = True
+    if handle.epoch != tape.epoch:
+        handle.epoch = tape.epoch
         value.pending -= 1
-    if tape.closed:
+    if tape.closed and tape.last_reader is None:
         tape.drop_if_done(value)
     if not in_backward:
         _close_epoch(tape)
-    if handle.checksum is not None:
+    if handle.checksum is not None and not kept:
+        # A value kept by reference is what plain autograd would see, whatever has happened to it.
         verify(handle.checksum, out, operator=producer(tape, value), where=tape.name)
     return out
+
+
+def _note_reader(tape: Tape, value: Value) -> None:
+    """A Python node may read its saved tensors again: what it has read lives until another node reads."""
+    node = _torch.current_python_node()
+    # Its identity only: a reference would be a cycle through the node's own saved tensors.
+    reader = None if node is None else id(node)
+    last = tape.last_reader
+    if last is not None and last[0] != reader:
+        tape.last_reader = None
+        for done in last[1]:
+            tape.drop_if_done(done)
+        last = None
+    if reader is not None:
+        if last is None:
+            tape.last_reader = last = (reader, [])
+        last[1].append(value)
 
 
 def producer(tape: Tape, value: Value) -> str:
@@ -112,36 +136,42 @@ def resident(tape: Tape, value: Value) -> Tensor | None:
 # ---- the backward that is running --------------------------------------------------------------
 
 
-def _open_epoch(tape: Tape) -> bool:
-    """Note that a backward runs; its end is reported to the tape only while the tape lives."""
+def _open_epoch(tape: Tape, task: int) -> None:
+    """A backward reaches this tape, or somebody reads a saved tensor outside of one."""
+    if tape.backward != _torch.NO_BACKWARD:
+        # An earlier backward raised, so its end was never reported, or this one runs inside of it.
+        _close_epoch(tape)
+    if tape.closed and not tape.plan_is_new:
+        tape.plan()
+    tape.plan_is_new = False
+    tape.backward = task
+    if task == _torch.NO_BACKWARD:
+        return
+    tape.drops = tape.closed and not _torch.autograd_keeps_graph()
     reference = weakref.ref(tape)
 
     def ended() -> None:
+        # The engine holds this callback until the whole backward ends: it must not hold the tape (R16).
         alive = reference()
         if alive is not None:
             with alive.lock:
-                _close_epoch(alive)
+                if alive.backward == task:
+                    _close_epoch(alive)
 
-    if not _torch.queue_after_backward(ended):
-        return False
-    tape.epoch_open = True
-    tape.drops = tape.fresh and tape.closed and not _torch.autograd_keeps_graph()
-    return True
+    _torch.queue_after_backward(ended)
 
 
 def _close_epoch(tape: Tape) -> None:
     """Backward ended: forget what it cached. A later one plans for itself."""
-    tape.epoch_open = tape.drops = False
-    if tape.closed:
-        tape.fresh = False
+    tape.backward = _torch.NO_BACKWARD
+    tape.drops = False
+    tape.last_reader = None
     dropped, tape.dropped = tape.dropped, False
     for node in tape.nodes:
         if node is None:
             continue
         for value in _values_of(node):
-            if value.cache is None:
-                continue
-            if dropped and value.held is None and (value.pending > 0 or value.uses > 0):
+            if dropped and value.cache is not None and value.held is None and (value.pending > 0 or value.uses > 0):
                 # What it is made from may be gone: it becomes a leaf.
                 value.held, value.version = value.cache, value.cache_version
             value.cache = None
@@ -150,6 +180,8 @@ def _close_epoch(tape: Tape) -> None:
             for value in node.inputs:
                 value.uses = 0
     tape.planned = set()
+    if not tape.closed:
+        tape.epoch += 1
 
 
 def _values_of(node: Node | FunctionNode) -> list[Value]:
@@ -184,7 +216,8 @@ def _replay(tape: Tape, target: Value) -> None:
     target.uses += 1
     muted, tape.muted = tape.muted, True
     try:
-        with torch.no_grad(), _torch.no_autocast():
+        assert tape.flags is not None
+        with torch.no_grad(), _torch.no_autocast(), device.with_numeric_flags(tape.flags):
             for index in sorted(todo):
                 node = nodes[index]
                 if type(node) is Node:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
+from lowtide import _torch
 from lowtide.activations.tape import Tape
 from lowtide.activations.values import LEAF, Value
 from lowtide.policy import CheckpointPolicy, Fate, fate_of
@@ -17,14 +18,16 @@ from lowtide.report.counters import RegionRow
 from lowtide.residency.eligibility import why_not_move
 from lowtide.residency.group import Storage
 from lowtide.residency.manager import SwapManager
-from lowtide.storage import is_parameter
+from lowtide.storage import PLAIN_TYPES
 
 __all__ = ["account", "stow"]
 
 
 def _wants_to_move(value: Value) -> bool:
     answer = value.answer
-    return answer is not None and value.held is not None and value.swap is None and fate_of(answer) is Fate.SWAP
+    if answer is None or value.parameter or value.held is None or value.swap is not None:
+        return False
+    return fate_of(answer) is Fate.SWAP
 
 
 def stow(tape: Tape, row: RegionRow, needed: Iterable[Value] | None) -> Storage | None:
@@ -40,11 +43,12 @@ def stow(tape: Tape, row: RegionRow, needed: Iterable[Value] | None) -> Storage 
         return None
     manager = SwapManager()
     storage = Storage(tape.name)
+    buffers = _buffers(tape, manager)
     for value in wanting:
         held = value.held
         assert held is not None
         nbytes = held.untyped_storage().nbytes()
-        why_not = why_not_move(held, nbytes, manager)
+        why_not = _BUFFER if _torch.storage_key(held) in buffers else why_not_move(held, nbytes, manager)
         if why_not is not None:
             row.refuse(why_not[0], nbytes, why_not[1])
             value.answer = CheckpointPolicy.PREFER_SAVE
@@ -59,8 +63,21 @@ def stow(tape: Tape, row: RegionRow, needed: Iterable[Value] | None) -> Storage 
     return storage
 
 
-def account(row: RegionRow, needed: set[Value]) -> None:
+_BUFFER = ("buffers never move", "Nothing to do: they stay with their module.")
+
+
+def _buffers(tape: Tape, manager: SwapManager) -> set[int]:
+    """Storages of the buffers of the wrapped module and of the models whose order is learned."""
+    module = tape.module() if tape.module is not None else None
+    found = set(manager.learned_buffers)
+    if module is not None:
+        found.update(_torch.storage_key(b) for b in module.buffers() if type(b) in PLAIN_TYPES)
+    return found
+
+
+def account(row: RegionRow, needed: set[Value], dead: list[Value]) -> None:
     """Count the bytes of every fate at the end of a region."""
+    row.dead_bytes += sum(value.base_layout.nbytes for value in dead if value.base_layout is not None)
     for value in needed:
         held = value.held
         if held is not None:
@@ -71,17 +88,24 @@ def account(row: RegionRow, needed: set[Value]) -> None:
 
 
 def _account_held(row: RegionRow, value: Value, held: torch.Tensor) -> None:
-    if is_parameter(held):
+    if value.parameter:
         return
     nbytes = held.untyped_storage().nbytes()
     row.kept_bytes += nbytes
     if value.node == LEAF and value.opaque is not None:
         row.refuse(value.opaque, nbytes, _opaque_remedy(value.opaque))
-        if value.opaque.startswith(("autograd.Function", "operator ")):
+        if runs_again_helps(value.opaque):
             row.opaque_bytes += nbytes
+
+
+def runs_again_helps(reason: str) -> bool:
+    """Whether running the module again would spare what is kept for this reason."""
+    return reason.startswith(("autograd.Function", "opaque operator"))
 
 
 def _opaque_remedy(reason: str) -> str:
     if reason.startswith("autograd.Function") and "not declared" in reason:
         return "Declare it with lowtide.pure if it is, or wrap with recompute='call'."
-    return "Wrap with recompute='call' to run the module again instead of keeping it."
+    if runs_again_helps(reason):
+        return "Wrap with recompute='call' to run the module again instead of keeping it."
+    return "Nothing to do: keeping it is what makes the result right."

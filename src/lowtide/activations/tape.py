@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide import _torch
+from lowtide import _torch, device
 from lowtide.activations.values import LEAF, FunctionNode, Handle, Node, StorageRecord, Value
 from lowtide.errors import ModifiedError, UnsupportedError, explain
 from lowtide.policy import Fate, fate_of, stronger
@@ -52,22 +52,27 @@ class Tape:
     __slots__ = (
         "__weakref__",
         "answers",
+        "backward",
         "body",
         "certify",
         "closed",
         "copied_bytes",
         "dropped",
         "drops",
-        "epoch_open",
-        "fresh",
+        "epoch",
+        "flags",
+        "module",
         "holding",
+        "last_reader",
         "lock",
         "muted",
         "name",
         "nodes",
         "on_backward",
         "packed",
+        "plan_is_new",
         "planned",
+        "python_nodes",
         "recording",
         "spill",
         "spill_bytes",
@@ -91,15 +96,20 @@ class Tape:
         self.closed = False
         self.lock = threading.RLock()  # several backward threads may unpack at once
         self.planned: set[int] = set()  # nodes whose reads are counted in Value.uses
-        self.epoch_open = False  # a backward that has unpacked from us is running
-        self.fresh = True  # no backward has ended yet
+        self.plan_is_new = False  # no node has run since the reads were counted
+        self.epoch = 0  # number of the backward
+        self.backward = _torch.NO_BACKWARD  # the engine's id of the backward that has unpacked from us and still runs
+        self.python_nodes = False  # an autograd.Function ran here: it may read its saved tensors twice
+        self.last_reader: tuple[int | None, list[Value]] | None = None  # such a node, and what it may read again
         self.drops = False  # this backward may drop held values at their last use (R16)
         self.dropped = False
         self.swapped: list[Storage] = []
         self.unlaunched_bytes = 0  # held, asked to move, not yet handed to the residency
         self.spill_bytes = 1 << 62
         self.spill: Any = None  # called with the tape when those pass the bound on bytes in flight
+        self.flags = device.numeric_flags() if recording else None  # R12
         self.visit: Visit | None = None
+        self.module: Any = None  # weak reference to the wrapped module: its buffers never move
         self.on_backward: Visit | None = None  # told once when backward first reaches this tape
         self.copied_bytes = 0
 
@@ -146,7 +156,8 @@ class Tape:
     def hold_leaf(self, value: Value, tensor: Tensor) -> None:
         """Hold what cannot be replayed, and ask who may answer for it: the region's inputs and opaque results."""
         self.hold(value, tensor)
-        if value.answer is None and not is_parameter(tensor):
+        value.parameter = is_parameter(tensor)
+        if value.answer is None and not value.parameter:
             value.answer = self.answers.for_leaf(tensor, foreign=value.foreign)
 
     def before_write(self, record: StorageRecord, tensor: Tensor) -> None:
@@ -195,14 +206,16 @@ class Tape:
         if tensor.layout is not torch.strided:  # R14
             return tensor
         value = self._value_to_pack(tensor)
-        if self.answers.swap_is_innermost and not is_parameter(tensor):
+        if self.answers.swap_is_innermost and not value.parameter:
             self._answer_packed(value, tensor)
         layout = layout_of(tensor)
         if layout == value.base_layout:
             layout = value.base_layout
         handle = Handle(self, value, layout)
+        if value.live == 0:
+            self.packed.append(value)
+        value.live += 1
         value.pending += 1
-        self.packed.append(value)
         if self.certify:
             self._certify(handle, tensor)
         if self.unlaunched_bytes > self.spill_bytes:
@@ -240,9 +253,14 @@ class Tape:
 
     # ---- the end of the region ----------------------------------------------------------------
 
-    def close(self) -> set[Value]:
-        """Prune to the closure of what was packed and drop everything else; returns the values that are needed."""
-        needed, kept_nodes = self._closure()
+    def close(self) -> tuple[set[Value], list[Value]]:
+        """Prune to the closure of what was packed and drop everything else.
+
+        Returns the values that are needed, and those that were held by request and are not (dead).
+        """
+        needed = self.plan()
+        kept_nodes = self.planned
+        dead = [v for v in self.holding if v not in needed and v.node != LEAF and v.held is not None]
         for value in self.holding:
             if value not in needed:
                 self._let_go(value)
@@ -261,16 +279,21 @@ class Tape:
                 nodes[index] = None
         for value in needed:
             value.record = None
-        self.planned = kept_nodes
         self._release_records()
+        self.packed = [value for value in self.packed if value.live > 0]
+        self.holding = []
         self.closed = True
-        return needed
+        return needed, dead
 
-    def _closure(self) -> tuple[set[Value], set[int]]:
+    def plan(self) -> set[Value]:
+        """Count who will read what in the next backward, if it unpacks every handle that is alive."""
         needed: set[Value] = set()
         kept_nodes: set[int] = set()
         nodes = self.nodes
-        stack = [value for value in self.packed if value.pending > 0]
+        self.epoch += 1
+        stack = [value for value in self.packed if value.live > 0]
+        for value in stack:
+            value.pending = value.live
         while stack:
             value = stack.pop()
             if value in needed:
@@ -279,13 +302,16 @@ class Tape:
             index = value.node
             if index == LEAF or value.held is not None or value.swap is not None or index in kept_nodes:
                 continue
-            kept_nodes.add(index)
             node = nodes[index]
-            assert node is not None
+            if node is None:
+                continue
+            kept_nodes.add(index)
             for source in node.inputs:
                 source.uses += 1
                 stack.append(source)
-        return needed, kept_nodes
+        self.planned = kept_nodes
+        self.plan_is_new = True
+        return needed
 
     def _release_records(self) -> None:
         for key, record in self.storages.items():
@@ -294,8 +320,6 @@ class Tape:
             record.holders = None
             _torch.free_weak_storage(key)
         self.storages = {}
-        self.packed = []
-        self.holding = []
 
     def abandon(self) -> None:
         """An exception left the region: leave nothing behind."""
@@ -303,6 +327,8 @@ class Tape:
             self._let_go(value)
             value.record = None
         self._release_records()
+        self.packed = []
+        self.holding = []
         self.nodes = []
         self.swapped = []
         self.closed = True
@@ -316,17 +342,21 @@ class Tape:
 
     # ---- backward -----------------------------------------------------------------------------
 
-    def forget(self, value: Value) -> None:
-        """Autograd dropped a handle that it never unpacked."""
+    def forget(self, handle: Handle) -> None:
+        """Autograd dropped a handle; a branch that never ran backward had not unpacked it."""
         with self.lock:
-            value.pending -= 1
-            if self.closed:
-                self.drop_if_done(value)
+            value = handle.value
+            value.live -= 1
+            if handle.epoch != self.epoch:
+                value.pending -= 1
+                if self.closed:
+                    self.drop_if_done(value)
 
     def drop_if_done(self, value: Value) -> None:
         """Drop a value's bytes if nobody will read them again (R16)."""
         if value.uses <= 0 and value.pending <= 0:
-            value.cache = None
+            if self.closed:
+                value.cache = None
             if self.drops and (value.held is not None or value.swap is not None):
                 self._let_go(value)
                 self.dropped = True

@@ -41,8 +41,10 @@ class Value:
     cache: torch.Tensor | None = None  # replayed during this backward
     cache_version = 0
     handed_out = False  # autograd has seen `cache`: its buffer must not be reused
-    uses = 0  # reads planned by nodes that have not run
-    pending = 0  # handles that autograd has not unpacked
+    uses = 0  # reads planned by nodes that have not run in this backward
+    pending = 0  # handles that autograd has not unpacked in this backward
+    live = 0  # handles that autograd holds
+    parameter = False  # it shows a parameter: never moved, never counted
     answer: CheckpointPolicy | None = None  # what a policy said; follows in-place writes (R18)
     foreign = False  # existed before the region
     opaque: str | None = None  # why its producer cannot be replayed
@@ -116,7 +118,7 @@ class FunctionNode:
 class Handle:
     """What autograd holds in place of a saved tensor."""
 
-    done = False  # unpacked, or given up
+    epoch = -1  # the backward (by number) that unpacked it last
     checksum: Any = None  # taken at pack, where the region certifies
 
     def __init__(self, tape: Tape, value: Value, layout: Layout) -> None:
@@ -125,6 +127,4 @@ class Handle:
         self.layout = layout
 
     def __del__(self) -> None:
-        # A branch of the graph that never ran backward: its value may go.
-        if not self.done:
-            self.tape.forget(self.value)
+        self.tape.forget(self)

@@ -7,11 +7,13 @@ everything can be undone.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 
+from lowtide.activations.call_mode import lower_to_checkpoint
 from lowtide.activations.inplace import attach, attached, detach_if_idle
 from lowtide.activations.region import Region
 from lowtide.errors import WrapError, explain
@@ -20,6 +22,9 @@ from lowtide.policy import PolicyFn, TensorPolicyFn
 __all__ = ["Auto", "auto", "checkpoint_wrapper", "regions_of", "swap_wrapper", "unwrap"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+# Functions have no place in a module tree: this is how the report finds them.
+_wrapped_functions: weakref.WeakSet[Region] = weakref.WeakSet()
 
 
 def checkpoint_wrapper(
@@ -66,6 +71,16 @@ def checkpoint_wrapper(
                 remedy="Leave it out for 'auto'.",
             )
         )
+    if recompute == "call" and certify:
+        raise WrapError(
+            explain(
+                "certify compares replayed values, and recompute='call' replays none",
+                expected="recompute='auto' or 'replay'",
+                got="'call'",
+                where=name or _name_of(module_or_fn),
+                remedy="Leave certify out; torch.utils.checkpoint has a determinism check of its own.",
+            )
+        )
     region = Region(
         name or _name_of(module_or_fn),
         "checkpoint",
@@ -74,8 +89,7 @@ def checkpoint_wrapper(
         recompute=recompute,
         certify=certify,
     )
-    if recompute == "call":
-        region.warn_of_python_that_runs_twice(module_or_fn)
+    region.look_for_hazards(module_or_fn)
     wrapped: F = _wrap(module_or_fn, region)
     return wrapped
 
@@ -133,11 +147,18 @@ def _wrap(module_or_fn: Any, region: Region) -> Any:
             )
         )
 
+    run = torch.compiler.disable(region.run)
+
     @functools.wraps(module_or_fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return region.run(module_or_fn, args, kwargs)
+        if not torch.compiler.is_compiling():
+            return run(module_or_fn, args, kwargs)
+        if not torch.is_grad_enabled():
+            return module_or_fn(*args, **kwargs)
+        return lower_to_checkpoint(region, module_or_fn, args, kwargs)
 
     wrapped._lowtide_region = region  # type: ignore[attr-defined]
+    _wrapped_functions.add(region)
     return wrapped
 
 
@@ -210,8 +231,11 @@ def auto(model: torch.nn.Module) -> Auto:
 
 
 def regions_of(model: torch.nn.Module) -> Iterator[tuple[str, Region]]:
-    """The wrapped modules of a model with their fully qualified names."""
+    """The wrapped modules of a model by fully qualified name, then every wrapped function that was called."""
     for name, module in model.named_modules():
         region = _region_of(module)
         if region is not None:
             yield name or type(module).__name__, region
+    for region in sorted(_wrapped_functions, key=lambda r: r.name):
+        if region.row.calls:
+            yield region.name, region

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 import lowtide
-from lowtide.bench.footprint import Llama, footprint, tape_bytes
-from lowtide.bench.models import GptBlock, LigerBlock, LlamaBlock, MegatronBlock, Stack, fused_classes
-from lowtide.bench.modes import KEPT_SETS, MODES, Mode, reset
+from lowtide.bench.footprint import Llama, footprint, prepared, tape_bytes
+from lowtide.bench.models import Classes, GptBlock, LigerBlock, LlamaBlock, MegatronBlock, Stack, fused_classes
+from lowtide.bench.modes import KEPT_SETS, MODES, UNDECLARED, Mode, reset
 from lowtide.bench.swapfile import swap_to_file
 from lowtide.bench.table import Figures, print_figures, print_goals
 from lowtide.bench.timing import Workload, interleave, ratios
@@ -79,26 +79,34 @@ def _llama(modes: Sequence[Mode], blocks: int, *, sets: Sequence[str]) -> Iterat
             yield _record(case, mode.name, "recomputed_flops", seen.backward_flops - plain.backward_flops, "FLOP")
 
 
-def _fused(build: Callable[[tuple[object, object, object]], nn.Module], case: str, modes: Sequence[Mode]) -> Iterator[Record]:
-    """Measure a block made of Functions, once with its classes declared pure and once with new ones that are not."""
+def _fused(build: Callable[[Classes], nn.Module], case: str, modes: Sequence[Mode]) -> Iterator[Record]:
+    """Measure a block made of Functions: peers, then ours with its classes declared pure, then with new ones."""
     shape = Llama(1)
-    for label in ("declared", "undeclared"):
-        classes = fused_classes()
-        if label == "declared":
-            for function in classes:
-                lowtide.pure(function)
+    declared = fused_classes()
+    for function in declared:
+        lowtide.pure(function)
+    ours = [mode for mode in modes if mode.name == "recompute"]
+    peers = [mode for mode in modes if mode.name in {"plain", "checkpoint"}]
+    undeclared = [UNDECLARED] if ours else []
+    cases = [(mode, declared) for mode in (*peers, *ours)] + [(mode, fused_classes()) for mode in undeclared]
+    for mode, classes in cases:
+        reset()
         torch.manual_seed(0)
         origin, inputs = Stack(build(classes)), shape.inputs()
-        for mode in modes:
-            if mode.name not in {"plain", "checkpoint", "recompute"}:
-                continue
-            reset()
-            seen = footprint(origin, mode, None, inputs, flops=False)
-            name = f"{mode.name} {label}"
-            yield _record(case, name, "kept_bytes", seen.kept_bytes, "B")
-            yield _record(case, name, "peak_bytes", seen.peak_bytes, "B")
-            beyond = seen.kept_bytes - shape.input_bytes
-            yield _record(case, name, "kept_over_input", beyond / shape.input_bytes, "ratio")
+        seen = footprint(origin, mode, None, inputs, flops=False)
+        yield _record(case, mode.name, "kept_bytes", seen.kept_bytes, "B")
+        yield _record(case, mode.name, "peak_bytes", seen.peak_bytes, "B")
+        beyond = seen.kept_bytes - shape.input_bytes
+        yield _record(case, mode.name, "kept_over_input", beyond / shape.input_bytes, "ratio")
+        if mode in undeclared:
+            yield _record(case, mode.name, "declaration_would_free_bytes", _would_free(origin, mode, inputs), "B")
+
+
+def _would_free(origin: nn.Module, mode: Mode, inputs: Tensor) -> int:
+    """Return the bytes that the report says a declaration would free."""
+    model = prepared(origin, mode, None, inputs)
+    model(inputs).sum().backward()
+    return lowtide.report(model).total("opaque_bytes")
 
 
 def _tape(modes: Sequence[Mode]) -> Iterator[Record]:
@@ -115,6 +123,7 @@ def _swapped() -> Iterator[Record]:
     yield _record(case, mode, "step_over_plain_allowed", seen.allowed, "ratio")
     yield _record(case, mode, "closed_form_over_plain", seen.closed_form / seen.plain, "ratio")
     yield _record(case, mode, "peak_bytes", seen.peak_bytes, "B")
+    yield _record(case, mode, "peak_without_gradients_bytes", seen.peak_without_gradients, "B")
     yield _record(case, mode, "formula_bytes", seen.formula_bytes, "B")
     yield _record(case, "plain", "peak_bytes", seen.plain_peak_bytes, "B")
     yield _record(case, mode, "swapped_bytes", seen.out_bytes, "B")
@@ -129,8 +138,8 @@ def measure(modes: Sequence[Mode], *, quick: bool) -> Iterator[Record]:
     yield from _llama(modes, 4, sets=FEW if quick else list(KEPT_SETS))
     if not quick:
         yield from _llama(modes, 32, sets=FEW)
-    yield from _fused(lambda classes: LigerBlock(classes), "liger-like", modes)
-    yield from _fused(lambda classes: MegatronBlock(classes), "megatron-like", modes)
+    yield from _fused(LigerBlock, "liger-like", modes)
+    yield from _fused(MegatronBlock, "megatron-like", modes)
     yield from _tape(modes)
     if any(mode.name == "swap all" for mode in modes):
         yield from _swapped()

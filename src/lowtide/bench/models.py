@@ -6,14 +6,16 @@ what a recompute costs can be counted by hand. Knows nothing about wrapping.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-__all__ = ["Gpt", "GptBlock", "LigerBlock", "LlamaBlock", "MegatronBlock", "Stack", "fused_classes"]
+__all__ = ["Classes", "Gpt", "GptBlock", "LigerBlock", "LlamaBlock", "MegatronBlock", "Stack", "fused_classes"]
+
+Classes: TypeAlias = tuple[Any, Any, Any]  # norm, gate and linear, as autograd.Function classes
 
 
 class GptBlock(nn.Module):
@@ -33,7 +35,8 @@ class GptBlock(nn.Module):
         q, k, v = split.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
         x = x + self.out(mixed)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        result: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return result
 
 
 class Stack(nn.Module):
@@ -60,7 +63,8 @@ class Gpt(Stack):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map (batch, tokens) of ids to logits."""
-        return self.head(self.norm(super().forward(self.embed(tokens))))
+        logits: Tensor = self.head(self.norm(super().forward(self.embed(tokens))))
+        return logits
 
 
 class _RmsNorm(nn.Module):
@@ -121,7 +125,8 @@ class LlamaBlock(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
         x = x + self.o(mixed)
         y = self.norm2(x)
-        return x + self.down(self._activation(self.gate(y), self.up(y)))
+        result: Tensor = x + self.down(self._activation(self.gate(y), self.up(y)))
+        return result
 
 
 class _FusedNorm(Function):
@@ -189,7 +194,7 @@ class _Linear(nn.Linear):
         return result
 
 
-def fused_classes() -> tuple[Any, Any, Any]:
+def fused_classes() -> Classes:
     """Return norm, gate and linear as new ``autograd.Function`` classes that nobody has declared pure yet."""
     return tuple(type(base.__name__, (base,), {}) for base in (_FusedNorm, _FusedGate, _FusedLinear))  # type: ignore[return-value]
 
@@ -197,7 +202,7 @@ def fused_classes() -> tuple[Any, Any, Any]:
 class LigerBlock(LlamaBlock):
     """A Llama block whose norms and activation are Functions; ``fused`` chooses whose classes."""
 
-    def __init__(self, fused: tuple[Any, Any, Any], **shape: int) -> None:
+    def __init__(self, fused: Classes, **shape: int) -> None:
         super().__init__(**shape)
         self.fused = fused
         for norm in (self.norm1, self.norm2):
@@ -215,7 +220,7 @@ class LigerBlock(LlamaBlock):
 class MegatronBlock(LigerBlock):
     """A Liger-like block whose linear layers are Functions too."""
 
-    def __init__(self, fused: tuple[Any, Any, Any], **shape: int) -> None:
+    def __init__(self, fused: Classes, **shape: int) -> None:
         super().__init__(fused, **shape)
         for part in self.children():
             if isinstance(part, _Linear):

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import lowtide
 from lowtide import CheckpointPolicy, SwapManager, checkpoint_wrapper, swap_wrapper
 
-__all__ = ["KEPT_SETS", "MODES", "PEERS", "Kept", "Mode", "operator_counts"]
+__all__ = ["KEPT_SETS", "MODES", "PEERS", "UNDECLARED", "Kept", "Mode", "operator_counts"]
 
 aten = torch.ops.aten
 ATTENTION = (
@@ -61,7 +61,7 @@ KEPT_SETS: dict[str, tuple[str, ...]] = {
 
 class _Counter(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: dict[Any, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,9 +93,11 @@ class Kept:
     wanted: set[tuple[Any, int]] = field(init=False)
 
     def __post_init__(self) -> None:
+        """Look the names up."""
         self.wanted = {call for name in self.names for call in NAMED[name]}
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Answer for the next call of an operator."""
         number = self.seen.get(op, 0)
         self.seen[op] = (number + 1) % self.counts.get(op, 1)
         return self.yes if (op, number) in self.wanted else self.no
@@ -195,6 +197,8 @@ OURS: tuple[Mode, ...] = (
     ),
     Mode("swap all", lambda block, kept: swap_wrapper(block), order=True),
 )
+# For blocks of Functions that nobody declared: "auto" would run their Python again from the second step on.
+UNDECLARED = Mode("recompute undeclared", lambda block, kept: checkpoint_wrapper(block, recompute="replay"))
 MODES: dict[str, Mode] = {mode.name: mode for mode in (*PEERS, *OURS)}
 
 

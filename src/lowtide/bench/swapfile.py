@@ -28,6 +28,7 @@ from lowtide.measure import memory_curve
 __all__ = ["SwapToFile", "file_bandwidth", "swap_to_file"]
 
 _CHUNK = 4 << 20
+RESIDENT = 2
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ class SwapToFile:
         closed_form: seconds of the step with ideal overlap at the measured bandwidth.
         out_bytes: bytes that one step wrote to the lower tier.
         peak_bytes, plain_peak_bytes: most bytes of one step.
-        formula_bytes: the plain peak less the layers that are away when it is reached.
+        peak_without_gradients: the same where each parameter gradient is dropped as soon as it is complete.
+        formula_bytes: what that should be: the plain one less every layer but two, which are the last and the one
+            in flight behind it (both peaks are reached when the last layer's backward begins).
         write_rate, read_rate: bytes a second of the directory, alone.
     """
 
@@ -49,6 +52,7 @@ class SwapToFile:
     out_bytes: int
     peak_bytes: int
     plain_peak_bytes: int
+    peak_without_gradients: int
     formula_bytes: int
     write_rate: float
     read_rate: float
@@ -113,7 +117,9 @@ def _step(model: Gpt, tokens: Tensor) -> Seconds:
     return Seconds(middle - begun, time.perf_counter() - middle)
 
 
-def swap_to_file(*, layers: int = 8, width: int = 256, rounds: int = 5, batch: int = 8, length: int = 256) -> SwapToFile:
+def swap_to_file(
+    *, layers: int = 8, width: int = 256, rounds: int = 5, batch: int = 8, length: int = 256
+) -> SwapToFile:
     """Train a GPT plainly and with every layer's saved tensors in a file, step by step in turn."""
     torch.manual_seed(0)
     plain = Gpt(width, 4, layers)
@@ -141,8 +147,11 @@ def _measure(plain: Gpt, swapped: Gpt, tokens: Tensor, rounds: int, directory: P
     write_rate, read_rate = file_bandwidth(directory, out_bytes)
     pairs = [(_step(plain, tokens), _step(swapped, tokens)) for _ in range(rounds)]
     base, moved = [p for p, _ in pairs], [s for _, s in pairs]
-    ideal = max(_median(base, "forward"), out_bytes / write_rate) + max(_median(base, "backward"), out_bytes / read_rate)
+    ideal = max(_median(base, "forward"), out_bytes / write_rate) + max(
+        _median(base, "backward"), out_bytes / read_rate
+    )
     peak, plain_peak = _peak(swapped, tokens), _peak(plain, tokens)
+    bare, plain_bare = _peak_without_gradients(swapped, tokens), _peak_without_gradients(plain, tokens)
     layers = len(plain.blocks)
     per_layer = out_bytes // (layers - 1)
     return SwapToFile(
@@ -152,14 +161,15 @@ def _measure(plain: Gpt, swapped: Gpt, tokens: Tensor, rounds: int, directory: P
         out_bytes=out_bytes,
         peak_bytes=peak,
         plain_peak_bytes=plain_peak,
-        formula_bytes=plain_peak - (layers - 2) * per_layer,
+        peak_without_gradients=bare,
+        formula_bytes=plain_bare - (layers - RESIDENT) * per_layer,
         write_rate=write_rate,
         read_rate=read_rate,
     )
 
 
 def _median(times: list[Seconds], part: str) -> float:
-    return statistics.median(getattr(seconds, part) for seconds in times)
+    return float(statistics.median(getattr(seconds, part) for seconds in times))
 
 
 def _peak(model: Gpt, tokens: Tensor) -> int:
@@ -171,3 +181,14 @@ def _peak(model: Gpt, tokens: Tensor) -> int:
     return memory_curve(run).peak_bytes
 
 
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _peak_without_gradients(model: Gpt, tokens: Tensor) -> int:
+    hooks = [p.register_post_accumulate_grad_hook(_drop) for p in model.parameters()]
+    try:
+        return _peak(model, tokens)
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -172,7 +172,7 @@ def print_table(table: Table, console: Console) -> None:
 def _describe(settings: Settings, corpus: Corpus) -> dict[str, str]:
     """Say what runs on what: enough to read the figures a year later."""
     shape = settings.shape
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = (
         "cpu; the lower tier is a file" if accelerator is None else f"{accelerator}; the lower tier is pinned memory"
     )
@@ -183,6 +183,7 @@ def _describe(settings: Settings, corpus: Corpus) -> dict[str, str]:
         "training": f"{settings.steps} steps of {settings.batch} x {shape.context} bytes, "
         f"AdamW, learning rate up to {settings.learning_rate:g}, seed {settings.seed}",
         "device": device,
+        "memory": "what torch's allocator holds beyond weights and optimizer state; buffers of the lower tier not counted",
         "compute threads": str(settings.threads) if accelerator is None else "not set",
         "software": f"lowtide {lowtide.__version__}, torch {torch.__version__}, "
         f"Python {platform.python_version()}, {platform.system()} {platform.machine()}",
@@ -204,7 +205,7 @@ def _write_page(out: Path, runs: Sequence[Run], table: Table, verdict: str, sett
     for picture in pictures:
         (out / f"{picture.name}.png").write_bytes(picture.png)
     page = Page(
-        title="lowtide: one training run, five ways to hold its activations",
+        title=f"lowtide: one training run, {len(runs)} ways to hold its activations",
         summary=verdict,
         header=table.header,
         rows=table.rows,

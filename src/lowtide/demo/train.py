@@ -8,6 +8,7 @@ counters) changes no value. Must never know which mode it runs.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -39,7 +40,7 @@ class Settings:
             two cores wait for each other as soon as anything else runs (three times slower, measured).
     """
 
-    steps: int = 70
+    steps: int = 60
     batch: int = 3
     seed: int = 1234
     threads: int = 1
@@ -100,7 +101,7 @@ def train(mode: Mode, corpus: Corpus, settings: Settings, on_step: Callable[[int
     Args:
         on_step: called after each step with the number of steps done and the loss.
     """
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     torch.manual_seed(settings.seed)
     model = GPT(settings.shape).to(device)
     mode.apply(model)
@@ -175,9 +176,15 @@ def _remarks(report: lowtide.Report) -> tuple[str, ...]:
     for row in report.rows:
         for reason, refusal in row.refused.items():
             refused.setdefault((reason, refusal.remedy), []).append((refusal.count, refusal.bytes))
-    sentences = (
+    refusals = (
         f"{reason}: {sum(count for count, _ in cases)} tensors, {sum(size for _, size in cases) / 1024:.1f} KiB, "
-        f"in {len(cases)} regions. {remedy}"
+        f"in {_regions(len(cases))}. {remedy}"
         for (reason, remedy), cases in refused.items()
     )
-    return (*sentences, *report.notes)
+    names = tuple(f"{row.name}: " for row in report.rows)
+    said = Counter(next((note[len(name) :] for name in names if note.startswith(name)), note) for note in report.notes)
+    return (*refusals, *(f"In {_regions(count)}: {note}" for note, count in said.items()))
+
+
+def _regions(count: int) -> str:
+    return f"{count} region{'s' if count > 1 else ''}"

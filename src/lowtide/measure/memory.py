@@ -78,7 +78,7 @@ def memory_curve(fn: Callable[[], object], *, warmup: int = 0) -> MemoryCurve:
     >>> memory_curve(lambda: torch.empty(1000, dtype=torch.float32)).peak_bytes
     4000
     """
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.accelerator.current_accelerator(check_available=True)
     # The class behind torch.profiler.profile, which keeps the allocator's events one by one;
     # torch.profiler's own list adds most of them up per operator.
     with profile(profile_memory=True) as profiler:

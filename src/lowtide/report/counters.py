@@ -52,6 +52,11 @@ class RegionRow:
         refusal.count += 1
         refusal.bytes += nbytes
 
+    def note(self, text: str) -> None:
+        """Say something once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
     @property
     def packed_bytes(self) -> int:
         """All activation bytes that backward of this region needs."""

@@ -59,8 +59,8 @@ def build(regions: Iterable[tuple[str, Any]]) -> Report:
     for name, region in regions:
         region.rename(name)
         rows.append(region.row)
-        notes.extend(region.row.notes)
+        notes.extend(f"{name}: {note}" for note in region.row.notes)
         never = getattr(region.policy, "never_occurred", None)
         if never is not None and region.row.calls:
             notes.extend(f"{name}: the policy lists {op}, which never ran there." for op in never())
-    return Report(rows, list(dict.fromkeys(notes)))
+    return Report(rows, notes)

@@ -19,7 +19,9 @@ def why_not_move(tensor: torch.Tensor, nbytes: int, manager: SwapManager) -> tup
     if not manager.is_scheduled:
         return NO_SCHEDULE, "Call lowtide.auto(model), chain the layers, or drive a group by hand."
     if is_parameter(tensor):
-        return "parameters and their views never move", "Use an optimizer or parameter offload."
+        return "parameters and their views never move", "Nothing to do: they stay with their module."
+    if manager.is_held_elsewhere(tensor):
+        return "somebody else keeps it on the device, so moving it frees nothing", "Drop the other reference."
     if nbytes < minimum:
         return f"smaller than min_bytes ({minimum})", "Lower SwapManager().configure(min_bytes=...)."
     if tensor.device.type == "cpu" and device.has_accelerator():

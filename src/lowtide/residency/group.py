@@ -80,14 +80,18 @@ class Storage:
                 raise
             if self.row is not None:
                 self.row.refuse("the budget of the lower tier is full", tensor.nbytes, "Raise host_bytes.")
+                self.row.swapped_bytes -= tensor.nbytes
+                self.row.kept_bytes += tensor.nbytes
 
     def wait_offload(self) -> None:
         """Order the compute after the copies and drop the device's bytes."""
         for tensor in self.tensors:
             if tensor.state is SwapState.D2H:
                 tensor.wait_offload()
-                if self.row is not None and tensor.held_elsewhere:
-                    self.row.held_elsewhere_bytes += tensor.nbytes
+                if tensor.held_elsewhere:
+                    tensor.remember_holder()
+                    if self.row is not None:
+                        self.row.held_elsewhere_bytes += tensor.nbytes
 
     def launch_load(self, copy_stream: Any = None) -> None:
         """Start the copies back of what is on the lower tier as one batch."""

@@ -8,21 +8,28 @@ or never runs backward leaves nothing behind.
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
 
-from lowtide import device
-from lowtide.errors import ScheduleError, explain
+from lowtide import _torch, device
+from lowtide.errors import LowtideWarning, ScheduleError, explain
 from lowtide.residency.copies import Carrier, FileCarrier, PinnedCarrier, Settings, Traffic
 from lowtide.residency.group import Storage, SwapGroup
 from lowtide.residency.swap_tensor import SwapTensor
 from lowtide.schedule import Action, Schedule, Verb
+from lowtide.storage import PLAIN_TYPES
 
 __all__ = ["SwapManager", "Visit", "watch_chained_layers"]
 
+
+_NO_SCHEDULE = (
+    "a wrapper asked to swap, but nothing says when: what it named is kept on the device. Call lowtide.auto(model), "
+    "SwapManager().set_forward_prefetch_layer(first, second), or drive a group by hand."
+)
 
 # Called with every layer that a chain names: whoever can see its forward begin and end.
 _watchers: list[Callable[[Any], None]] = []
@@ -31,6 +38,13 @@ _watchers: list[Callable[[Any], None]] = []
 def watch_chained_layers(watcher: Callable[[Any], None]) -> None:
     """Let ``watcher`` install the forward boundaries of chained layers."""
     _watchers.append(watcher)
+
+
+class _Unset:
+    """A setting that was not given, where None has a meaning of its own."""
+
+
+_UNSET = _Unset()
 
 
 class Visit:
@@ -84,6 +98,7 @@ class _Local(threading.local):
         self.sequence: _Sequence | None = None
         self.units: list[Visit] = []  # open chained layers, outermost first
         self.learning = 0  # how many `auto` models run forward now
+        self.buffers: set[int] = set()  # storages of their buffers
 
 
 class SwapManager:
@@ -120,6 +135,9 @@ class SwapManager:
         self._predecessors: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
         self._local = _Local()
         # storage address -> the copy that already moves it; one copy per storage, whoever saves it (U12)
+        # storages (pinned by weak reference) that somebody else keeps: moving them frees nothing
+        self._held_elsewhere: set[int] = set()
+        self._warned = False
         self._shared: weakref.WeakValueDictionary[int, SwapTensor] = weakref.WeakValueDictionary()
 
     # ---- settings ------------------------------------------------------------------------------
@@ -127,11 +145,11 @@ class SwapManager:
     def configure(
         self,
         *,
-        min_bytes: int | None = None,
-        in_flight_bytes: int | None = None,
-        prefetch: int | None = None,
-        host_bytes: int | None = None,
-        file_dir: str | None = None,
+        min_bytes: int | _Unset = _UNSET,
+        in_flight_bytes: int | _Unset = _UNSET,
+        prefetch: int | _Unset = _UNSET,
+        host_bytes: int | _Unset | None = _UNSET,
+        file_dir: str | _Unset | None = _UNSET,
     ) -> None:
         """Change settings; only what is given changes.
 
@@ -144,21 +162,18 @@ class SwapManager:
 
         >>> SwapManager().configure(prefetch=1)
         """
-        settings = self.settings
-        moved = (file_dir is not None and file_dir != settings.file_dir) or (
-            host_bytes is not None and host_bytes != settings.host_bytes
-        )
-        if min_bytes is not None:
-            settings.min_bytes = min_bytes
-        if in_flight_bytes is not None:
-            settings.in_flight_bytes = in_flight_bytes
-        if prefetch is not None:
-            settings.prefetch = prefetch
-        if host_bytes is not None:
-            settings.host_bytes = host_bytes
-        if file_dir is not None:
-            settings.file_dir = file_dir
-        if moved:
+        given = {
+            "min_bytes": min_bytes,
+            "in_flight_bytes": in_flight_bytes,
+            "prefetch": prefetch,
+            "host_bytes": host_bytes,
+            "file_dir": file_dir,
+        }
+        before = (self.settings.host_bytes, self.settings.file_dir)
+        for name, value in given.items():
+            if not isinstance(value, _Unset):
+                setattr(self.settings, name, value)
+        if before != (self.settings.host_bytes, self.settings.file_dir):
             # Copies that are alive keep the carrier they lie on.
             self._carriers = {}
 
@@ -197,7 +212,7 @@ class SwapManager:
             raise ScheduleError(
                 explain(
                     f"{call} on a group that was never filled",
-                    expected=f"one of {sorted(self._groups) or 'no groups so far'}",
+                    expected=f"one of {sorted(self._groups)}" if self._groups else "a group (there is none so far)",
                     got=repr(group_name),
                     where="SwapManager",
                     remedy="Call set_current_group_name(...) before the forward that fills it; check the spelling.",
@@ -231,12 +246,12 @@ class SwapManager:
         ``second``. The last layer of a chain keeps its own. Repeating a call is
         harmless; a cycle or a second neighbour raises :class:`ScheduleError`.
         """
-        self._check_edge(first_layer, second_layer)
-        self._successors[first_layer] = weakref.ref(second_layer)
-        self._predecessors[second_layer] = weakref.ref(first_layer)
         for layer in (first_layer, second_layer):
             for watcher in _watchers:
                 watcher(layer)
+        self._check_edge(first_layer, second_layer)
+        self._successors[first_layer] = weakref.ref(second_layer)
+        self._predecessors[second_layer] = weakref.ref(first_layer)
 
     def _check_edge(self, first: Any, second: Any) -> None:
         def describe(layer: Any) -> str:
@@ -289,13 +304,21 @@ class SwapManager:
         """The chained layers whose forward runs on this thread, outermost first."""
         return self._local.units
 
-    def begin_learning(self) -> None:
-        """A model under ``lowtide.auto`` begins its forward on this thread."""
+    def begin_learning(self, buffers: Iterable[torch.Tensor]) -> None:
+        """A model under ``lowtide.auto``, with these buffers, begins its forward on this thread."""
         self._local.learning += 1
+        self._local.buffers.update(_torch.storage_key(b) for b in buffers if type(b) in PLAIN_TYPES)
 
     def end_learning(self) -> None:
         """A model under ``lowtide.auto`` ended its forward on this thread."""
         self._local.learning -= 1
+        if not self._local.learning:
+            self._local.buffers = set()
+
+    @property
+    def learned_buffers(self) -> set[int]:
+        """Storages of the buffers of the models that learn their order on this thread now."""
+        return self._local.buffers
 
     @property
     def is_learning(self) -> bool:
@@ -353,6 +376,25 @@ class SwapManager:
             self._shared[key] = made
             return made
 
+    def remember_held_elsewhere(self, storage: int) -> None:
+        """Moving this storage freed nothing, since somebody else holds it (a buffer, a shared table)."""
+        with self._lock:
+            if storage not in self._held_elsewhere:
+                for key in [k for k in self._held_elsewhere if _torch.weak_storage_is_dead(k)]:
+                    self._held_elsewhere.discard(key)
+                    _torch.free_weak_storage(key)
+                self._held_elsewhere.add(_torch.pin_again(storage))
+
+    def is_held_elsewhere(self, tensor: torch.Tensor) -> bool:
+        """Whether moving this tensor's storage is known to free nothing."""
+        return bool(self._held_elsewhere) and _torch.storage_key(tensor) in self._held_elsewhere
+
+    def warn_of_no_schedule(self) -> None:
+        """Say once that a swap was asked for and nothing moves (U7)."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(_NO_SCHEDULE, LowtideWarning, stacklevel=2)
+
     def _run(self, sequence: _Sequence, event: Any) -> None:
         with sequence.lock:
             self._act(sequence, event(sequence.schedule))
@@ -363,6 +405,8 @@ class SwapManager:
             if visit is None:
                 continue
             for storage in visit.alive():
+                if action.bound:
+                    self.traffic.bound_waits += 1
                 if action.verb is Verb.LAUNCH_OFFLOAD:
                     storage.launch_offload()
                 elif action.verb is Verb.WAIT_OFFLOAD:

@@ -103,6 +103,12 @@ class SwapTensor:
         same = tensor.untyped_storage()._cdata == self._weak_storage
         return same and self.owners > 0 and tensor._version == self._source_version
 
+    def remember_holder(self) -> None:
+        """Somebody else holds our source: do not move it again while it lives."""
+        from lowtide.residency.manager import SwapManager  # noqa: PLC0415 - the manager routes, and imports us
+
+        SwapManager().remember_held_elsewhere(self._weak_storage)
+
     @property
     def held_elsewhere(self) -> bool:
         """Whether somebody else keeps the bytes on the device that we dropped."""
