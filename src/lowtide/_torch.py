@@ -30,6 +30,7 @@ __all__ = [
     "any_functorch_transform",
     "autograd_keeps_graph",
     "conjugate_view",
+    "direct_call",
     "current_backward",
     "current_python_node",
     "current_saved_tensor_hooks",
@@ -130,6 +131,12 @@ def current_backward() -> int:
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward that runs now ends (1.x-2.14)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def direct_call(overload: Any) -> Callable[..., Any]:
+    """The C++ entry behind an ``OpOverload``, without its Python ``__call__`` (2.0-2.14)."""
+    entry: Callable[..., Any] = overload._op
+    return entry
 
 
 def current_python_node() -> Any | None:

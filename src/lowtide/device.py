@@ -130,13 +130,14 @@ NumericFlags = tuple[str, bool, bool, bool, bool, bool]
 def numeric_flags() -> NumericFlags:
     """The process-wide switches that decide the bits of a kernel's result (R12)."""
     cudnn = torch.backends.cudnn
+    mkldnn: Any = torch.backends.mkldnn.enabled
     return (
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         cudnn.enabled,
         cudnn.benchmark,
         cudnn.deterministic,
-        torch.backends.mkldnn.enabled,
+        mkldnn,
     )
 
 
@@ -161,7 +162,7 @@ def _set_numeric_flags(flags: NumericFlags) -> None:
     torch.backends.cudnn.enabled = enabled
     torch.backends.cudnn.benchmark = benchmark
     torch.backends.cudnn.deterministic = cudnn_deterministic
-    torch.backends.mkldnn.enabled = mkldnn
+    torch.backends.mkldnn.enabled = mkldnn  # type: ignore[assignment]
 
 
 def capturing(device: torch.device) -> bool:

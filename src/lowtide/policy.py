@@ -252,6 +252,8 @@ class OperatorPolicy:
     report_unused: bool = True
     members: frozenset[Any] = field(init=False, repr=False)
     occurred: set[Any] = field(init=False, repr=False, compare=False, default_factory=set)
+    # What was answered for which operator of the tape; kept here because frames are made anew in every call.
+    answers: dict[Any, CheckpointPolicy | None] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.members = frozenset(one for op in self.asked for one in _resolve(op))

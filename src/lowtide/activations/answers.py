@@ -34,24 +34,26 @@ _FORWARD = SelectiveCheckpointContext(is_recompute=False)
 class CheckpointFrame:
     """The answers of one ``checkpoint_wrapper``."""
 
-    __slots__ = ("members", "name", "policy", "swap_inputs")
+    __slots__ = ("known", "name", "policy", "swap_inputs")
 
     def __init__(self, name: str, policy: PolicyFn | None, *, swap_inputs: bool) -> None:
         self.name = name
         self.policy = policy
         self.swap_inputs = swap_inputs
-        # Membership is all that a ready-made policy asks: spare the call per operator.
-        self.members = policy.members if type(policy) is OperatorPolicy else None
+        # A ready-made policy looks at the operator only, so its answers are remembered; others are asked each time.
+        self.known: dict[Any, CheckpointPolicy | None] = policy.answers if type(policy) is OperatorPolicy else {}
 
     def for_operator(self, operator: Any, args: Any, kwargs: Any) -> CheckpointPolicy | None:
         """The policy's answer for one call, or None for the default (recompute if possible)."""
         policy = self.policy
         if policy is None:
             return None
-        func = operator.func
-        if self.members is not None and func not in self.members:
-            return policy.otherwise  # type: ignore[attr-defined,no-any-return]
-        answer = as_policy(policy(_FORWARD, func, *args, **kwargs), self.name)
+        answer = as_policy(policy(_FORWARD, operator.func, *args, **kwargs), self.name)
+        if type(policy) is OperatorPolicy:
+            # To prefer a recompute is the default, which costs nothing to carry out.
+            known = None if answer is CheckpointPolicy.PREFER_RECOMPUTE else answer
+            self.known[operator] = known
+            return known
         if operator.composites and fate_of(answer) is Fate.RECOMPUTE:
             for composite in operator.composites:
                 wider = as_policy(policy(_FORWARD, composite, *args, **kwargs), self.name)
@@ -95,25 +97,26 @@ class Answers:
     def __init__(self, outer_swap: SwapFrame | None = None) -> None:
         self._frames: list[CheckpointFrame | SwapFrame] = [] if outer_swap is None else [outer_swap]
         self.checkpoint: CheckpointFrame | None = None
-        self.swap: SwapFrame | None = None
-        self.swap_is_innermost = False
-        self._refresh()
-
-    def _refresh(self) -> None:
-        frames = self._frames
-        self.checkpoint = next((f for f in reversed(frames) if isinstance(f, CheckpointFrame)), None)
-        self.swap = next((f for f in reversed(frames) if isinstance(f, SwapFrame)), None)
-        self.swap_is_innermost = bool(frames) and isinstance(frames[-1], SwapFrame)
+        self.swap: SwapFrame | None = outer_swap
+        self.swap_is_innermost = outer_swap is not None
 
     def push(self, frame: CheckpointFrame | SwapFrame) -> None:
         """A wrapped module or function is entered."""
         self._frames.append(frame)
-        self._refresh()
+        if type(frame) is CheckpointFrame:
+            self.checkpoint = frame
+            self.swap_is_innermost = False
+        else:
+            self.swap = frame  # type: ignore[assignment]
+            self.swap_is_innermost = True
 
     def pop(self) -> None:
         """The innermost wrapped module or function is left."""
-        self._frames.pop()
-        self._refresh()
+        frames = self._frames
+        frames.pop()
+        self.checkpoint = next((f for f in reversed(frames) if isinstance(f, CheckpointFrame)), None)
+        self.swap = next((f for f in reversed(frames) if isinstance(f, SwapFrame)), None)
+        self.swap_is_innermost = bool(frames) and isinstance(frames[-1], SwapFrame)
 
     def for_leaf(self, tensor: torch.Tensor, *, foreign: bool) -> CheckpointPolicy | None:
         """The answer for something that is kept because it cannot be made again."""

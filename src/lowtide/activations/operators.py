@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from lowtide import _torch
 from lowtide.policy import composite_of
 
 __all__ = ["Kind", "Operator", "declare_pure", "known_operators", "operator_of"]
@@ -61,6 +62,7 @@ class Operator:
 
     __slots__ = (
         "atomic",
+        "call",
         "composites",
         "dropout_p",
         "full_write",
@@ -77,6 +79,7 @@ class Operator:
     def __init__(self, func: Any) -> None:
         schema = func._schema
         self.func = func
+        self.call = _torch.direct_call(func)
         self.name: str = schema.name.split("::")[-1]
         written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
         # (position, name) of every argument the schema says is written
@@ -155,15 +158,15 @@ def _kind_of(func: Any, schema: Any, name: str) -> Kind:
     return Kind.WRITE if writes else Kind.PURE
 
 
-# Every overload seen so far; the recorder looks here first.
-known_operators: dict[Any, Operator] = {}
+# Every overload seen so far, by identity: an overload's own hash is a Python call, and we keep it alive.
+known_operators: dict[int, Operator] = {}
 
 
 def operator_of(func: Any) -> Operator:
     """The facts about an overload, found out at its first call."""
-    found = known_operators.get(func)
+    found = known_operators.get(id(func))
     if found is None:
-        found = known_operators[func] = Operator(func)
+        found = known_operators[id(func)] = Operator(func)
     return found
 
 
@@ -171,4 +174,4 @@ def declare_pure(overloads: Iterable[Any]) -> None:
     """Trust overloads of a custom namespace to be pure: same inputs, same bits, no hidden write."""
     for overload in overloads:
         _pure_overloads.add(overload)
-        known_operators.pop(overload, None)
+        known_operators.pop(id(overload), None)

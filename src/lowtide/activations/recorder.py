@@ -44,11 +44,12 @@ class Recorder(_torch.DispatchMode):
                     return func(*args, **kwargs) if kwargs else func(*args)
                 # The subclass takes itself apart; its plain parts come back here.
                 return NotImplemented
-        operator = known_operators.get(func) or operator_of(func)
+        operator = known_operators.get(id(func)) or operator_of(func)
         tape = self.tape
-        if tape.muted or (operator.kind is PASS and tape.body is None):
-            return func(*args, **kwargs) if kwargs else func(*args)
-        if operator.kind is PURE and tape.body is None and grad_enabled():
+        kind = operator.kind
+        if tape.muted or (kind is PASS and tape.body is None):
+            return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
+        if kind is PURE and tape.body is None and grad_enabled():
             return _record(tape, operator, args, kwargs)
         return _record_rare(tape, operator, args, kwargs or {})
 
@@ -164,12 +165,12 @@ def _record(tape: Tape, operator: Operator, args: Any, kwargs: Any) -> Any:
     refer_all(tape, operator, node, kwargs)
     if operator.random and operator.draws(args, kwargs or {}):
         node.random = take_generator(args, kwargs or {})
-    func = operator.func
-    out = func(*args, **kwargs) if kwargs else func(*args)
+    out = operator.call(*args, **kwargs) if kwargs else operator.call(*args)
     frame = tape.answers.checkpoint
     answer = None
     if frame is not None and frame.policy is not None:
-        answer = frame.for_operator(operator, args, kwargs or {})
+        known = frame.known
+        answer = known[operator] if operator in known else frame.for_operator(operator, args, kwargs or {})
     nodes, storages = tape.nodes, tape.storages
     index = len(nodes)
     for position, tensor in enumerate((out,) if isinstance(out, Tensor) else out):
@@ -203,7 +204,7 @@ def _settle(tape: Tape, operator: Operator, value: Value, tensor: Tensor, args: 
     if value.opaque is not None and (value.answer is None or fate_of(value.answer) is Fate.RECOMPUTE):
         value.answer = CheckpointPolicy.PREFER_SAVE
     if value.answer is not None and fate_of(value.answer) is not Fate.RECOMPUTE:
-        tape.hold(value, tensor)
+        tape.hold_base(value, tensor)
 
 
 def _run_empty(tape: Tape, func: Any, args: Any, kwargs: Any) -> Any:

@@ -49,14 +49,16 @@ def _unpack(tape: Tape, handle: Handle) -> Tensor:
     if tape.on_backward is not None:
         visit, tape.on_backward = tape.on_backward, None
         visit.reached()
-    kept = value.held is not None
-    base = resident(tape, value)
-    if base is None:
-        _replay(tape, value)
+    base = value.held
+    kept = base is not None
+    if base is None or base._version != value.version or value.cache is not None or not base.data_ptr():
         base = resident(tape, value)
-        assert base is not None
+        if base is None:
+            _replay(tape, value)
+            base = resident(tape, value)
+            assert base is not None
     # Autograd may edit what it gets: never the tensor that we keep.
-    out = rebuild(base, handle.layout)
+    out = base if handle.layout is value.base_layout else rebuild(base, handle.layout)
     if out is base:
         out = base.detach()
     if value.cache is not None:
@@ -216,18 +218,26 @@ def _replay(tape: Tape, target: Value) -> None:
     target.uses += 1
     muted, tape.muted = tape.muted, True
     try:
-        assert tape.flags is not None
-        with torch.no_grad(), _torch.no_autocast(), device.with_numeric_flags(tape.flags):
-            for index in sorted(todo):
-                node = nodes[index]
-                if type(node) is Node:
-                    _run(tape, node)
-                else:
-                    assert isinstance(node, FunctionNode)
-                    _run_function(tape, node)
+        if torch.is_grad_enabled() or device.numeric_flags() != tape.flags:
+            assert tape.flags is not None
+            with torch.no_grad(), device.with_numeric_flags(tape.flags):
+                _run_all(tape, todo)
+        else:
+            _run_all(tape, todo)
     finally:
         tape.muted = muted
         target.uses -= 1
+
+
+def _run_all(tape: Tape, indices: set[int]) -> None:
+    with _torch.no_autocast():
+        for index in sorted(indices):
+            node = tape.nodes[index]
+            if type(node) is Node:
+                _run(tape, node)
+            else:
+                assert isinstance(node, FunctionNode)
+                _run_function(tape, node)
 
 
 def _lost(tape: Tape, value: Value) -> ReplayError:
@@ -285,9 +295,9 @@ def _run(tape: Tape, node: Node) -> None:
     if kwargs is not None:
         kwargs = {name: _materialise(tape, item, instead) for name, item in kwargs.items()}
     if node.random is not None:
-        out = _call_with_state(operator.func, args, kwargs, node.random)
+        out = _call_with_state(operator.call, args, kwargs, node.random)
     else:
-        out = operator.func(*args, **kwargs) if kwargs else operator.func(*args)
+        out = operator.call(*args, **kwargs) if kwargs else operator.call(*args)
     if node.writes is not None:
         assert instead is not None
         for write in node.writes:

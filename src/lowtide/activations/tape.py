@@ -141,10 +141,14 @@ class Tape:
         return record.value
 
     def hold(self, value: Value, tensor: Tensor) -> None:
-        """Keep a value's bytes by reference. During the region this may be a tensor with history."""
+        """Keep a value's bytes by reference, as they look through ``tensor``, which may have history for now."""
+        value.base_layout = layout_of(tensor)
+        self.hold_base(value, tensor)
+
+    def hold_base(self, value: Value, tensor: Tensor) -> None:
+        """Likewise, for a tensor that looks as the value's base does."""
         value.held = tensor if self.recording else tensor.detach()
         value.version = tensor._version
-        value.base_layout = layout_of(tensor)
         record = value.record
         if record is not None:
             if record.holders is None:
@@ -205,12 +209,22 @@ class Tape:
             return Packed(tensor, self.pack) if _torch.is_traceable_subclass(tensor) else tensor
         if tensor.layout is not torch.strided:  # R14
             return tensor
-        value = self._value_to_pack(tensor)
+        record = self.storages.get(tensor.untyped_storage()._cdata)
+        if record is not None and (record.version is None or tensor._version == record.version):
+            value = record.value
+        else:
+            value = self.value_of(tensor)
+        if value.node == LEAF and value.held is None and value.swap is None and value.poison is None:
+            self.hold_leaf(value, tensor)
         if self.answers.swap_is_innermost and not value.parameter:
             self._answer_packed(value, tensor)
-        layout = layout_of(tensor)
-        if layout == value.base_layout:
-            layout = value.base_layout
+        base = value.base_layout
+        if value.held is tensor and base is not None:
+            layout = base
+        else:
+            layout = layout_of(tensor)
+            if layout == base:
+                layout = base  # shared: handles are many, and the identity spares a comparison at unpack
         handle = Handle(self, value, layout)
         if value.live == 0:
             self.packed.append(value)
@@ -221,16 +235,6 @@ class Tape:
         if self.unlaunched_bytes > self.spill_bytes:
             self.spill(self)
         return handle
-
-    def _value_to_pack(self, tensor: Tensor) -> Value:
-        record = self.storages.get(tensor.untyped_storage()._cdata)
-        if record is not None and (record.version is None or tensor._version == record.version):
-            value = record.value
-        else:
-            value = self.value_of(tensor)
-        if value.node == LEAF and value.held is None and value.swap is None and value.poison is None:
-            self.hold_leaf(value, tensor)
-        return value
 
     def _answer_packed(self, value: Value, tensor: Tensor) -> None:
         """Ask the innermost ``swap_wrapper``; count what waits to leave, since its region may be a whole model."""
@@ -259,28 +263,22 @@ class Tape:
         Returns the values that are needed, and those that were held by request and are not (dead).
         """
         needed = self.plan()
-        kept_nodes = self.planned
-        dead = [v for v in self.holding if v not in needed and v.node != LEAF and v.held is not None]
+        dead: list[Value] = []
         for value in self.holding:
-            if value not in needed:
-                self._let_go(value)
-                continue
             held = value.held
-            if held is None:
-                continue
-            if held._version != value.version:
-                value.poison = "a tensor that the region used was modified by an operation the tape could not see"
-            if self.recording:
-                # Holding a tensor with history beyond the region would be an uncollectable cycle.
-                value.held = held.detach()
-        nodes = self.nodes
-        for index in range(len(nodes)):
-            if index not in kept_nodes:
-                nodes[index] = None
-        for value in needed:
-            value.record = None
+            if value not in needed:
+                if held is not None and value.node != LEAF:
+                    dead.append(value)
+                self._let_go(value)
+            elif held is not None:
+                if held._version != value.version:
+                    value.poison = "a tensor that the region used was modified by an operation the tape could not see"
+                if self.recording:
+                    # Holding a tensor with history beyond the region would be an uncollectable cycle.
+                    value.held = held.detach()
+        kept_nodes, nodes = self.planned, self.nodes
+        self.nodes = [node if index in kept_nodes else None for index, node in enumerate(nodes)]
         self._release_records()
-        self.packed = [value for value in self.packed if value.live > 0]
         self.holding = []
         self.closed = True
         return needed, dead
@@ -314,11 +312,16 @@ class Tape:
         return needed
 
     def _release_records(self) -> None:
+        free = _torch.free_weak_storage
         for key, record in self.storages.items():
             # Values and records point at each other.
             record.value.record = None
-            record.holders = None
-            _torch.free_weak_storage(key)
+            holders = record.holders
+            if holders is not None:
+                for value in holders:
+                    value.record = None
+                record.holders = None
+            free(key)
         self.storages = {}
 
     def abandon(self) -> None:
@@ -344,13 +347,15 @@ class Tape:
 
     def forget(self, handle: Handle) -> None:
         """Autograd dropped a handle; a branch that never ran backward had not unpacked it."""
+        value = handle.value
+        if handle.epoch == self.epoch:
+            value.live -= 1  # read only when the next backward plans
+            return
         with self.lock:
-            value = handle.value
             value.live -= 1
-            if handle.epoch != self.epoch:
-                value.pending -= 1
-                if self.closed:
-                    self.drop_if_done(value)
+            value.pending -= 1
+            if self.closed:
+                self.drop_if_done(value)
 
     def drop_if_done(self, value: Value) -> None:
         """Drop a value's bytes if nobody will read them again (R16)."""

@@ -18,17 +18,19 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 import lowtide
 from lowtide import SwapManager, swap_wrapper
 from lowtide.bench.models import Gpt
 from lowtide.bench.timing import Seconds
-from lowtide.measure import memory_curve
+from lowtide.measure import MemoryCurve, memory_curve
 
 __all__ = ["SwapToFile", "file_bandwidth", "swap_to_file"]
 
 _CHUNK = 4 << 20
-RESIDENT = 2
+RESIDENT = 2  # layers whose values are on the device in backward: the running one, and one in flight behind it
+BLOCKS = "backward of the blocks"
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,7 @@ class SwapToFile:
         out_bytes: bytes that one step wrote to the lower tier.
         peak_bytes, plain_peak_bytes: most bytes of one step.
         peak_without_gradients: the same where each parameter gradient is dropped as soon as it is complete.
-        formula_bytes: what that should be: the plain one less every layer but two, which are the last and the one
-            in flight behind it (both peaks are reached when the last layer's backward begins).
+        formula_bytes: what that should be, from the plain curve: less the layers that are away at each moment.
         write_rate, read_rate: bytes a second of the directory, alone.
     """
 
@@ -140,7 +141,8 @@ def swap_to_file(
 
 def _measure(plain: Gpt, swapped: Gpt, tokens: Tensor, rounds: int, directory: Path) -> SwapToFile:
     for _ in range(3):
-        _step(plain, tokens), _step(swapped, tokens)
+        _step(plain, tokens)
+        _step(swapped, tokens)
     before = SwapManager().traffic.out_bytes
     _step(swapped, tokens)
     out_bytes = SwapManager().traffic.out_bytes - before
@@ -150,19 +152,16 @@ def _measure(plain: Gpt, swapped: Gpt, tokens: Tensor, rounds: int, directory: P
     ideal = max(_median(base, "forward"), out_bytes / write_rate) + max(
         _median(base, "backward"), out_bytes / read_rate
     )
-    peak, plain_peak = _peak(swapped, tokens), _peak(plain, tokens)
-    bare, plain_bare = _peak_without_gradients(swapped, tokens), _peak_without_gradients(plain, tokens)
     layers = len(plain.blocks)
-    per_layer = out_bytes // (layers - 1)
     return SwapToFile(
         plain=_median(base, "step"),
         swapped=_median(moved, "step"),
         closed_form=ideal,
         out_bytes=out_bytes,
-        peak_bytes=peak,
-        plain_peak_bytes=plain_peak,
-        peak_without_gradients=bare,
-        formula_bytes=plain_bare - (layers - RESIDENT) * per_layer,
+        peak_bytes=_curve(swapped, tokens).peak_bytes,
+        plain_peak_bytes=_curve(plain, tokens).peak_bytes,
+        peak_without_gradients=_without_gradients(swapped, tokens).peak_bytes,
+        formula_bytes=_formula(_without_gradients(plain, tokens), layers, out_bytes // (layers - 1)),
         write_rate=write_rate,
         read_rate=read_rate,
     )
@@ -172,23 +171,41 @@ def _median(times: list[Seconds], part: str) -> float:
     return float(statistics.median(getattr(seconds, part) for seconds in times))
 
 
-def _peak(model: Gpt, tokens: Tensor) -> int:
-    def run() -> None:
-        model(tokens).square().mean().backward()
+def _formula(plain: MemoryCurve, layers: int, layer_bytes: int) -> int:
+    """Take off the plain curve what is away: all layers but the last before the blocks' backward, then all but two."""
+    begin = next(p.start for p in plain.phases if p.name == BLOCKS)
+    head = max(size for when, size in plain.points if when < begin)
+    blocks = max(size for when, size in plain.points if when >= begin)
+    return max(head - (layers - 1) * layer_bytes, blocks - (layers - RESIDENT) * layer_bytes)
+
+
+def _curve(model: Gpt, tokens: Tensor) -> MemoryCurve:
+    """Measure one step; the moment when backward reaches the last block is marked as a phase."""
+
+    def mark(grad: Tensor) -> None:
+        with record_function(BLOCKS):
+            pass
+
+    def watch(block: object, args: object, out: Tensor) -> None:
+        out.register_hook(mark)
 
     for p in model.parameters():
         p.grad = None
-    return memory_curve(run).peak_bytes
+    handle = model.blocks[-1].register_forward_hook(watch)
+    try:
+        return memory_curve(lambda: model(tokens).square().mean().backward())
+    finally:
+        handle.remove()
 
 
 def _drop(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _peak_without_gradients(model: Gpt, tokens: Tensor) -> int:
+def _without_gradients(model: Gpt, tokens: Tensor) -> MemoryCurve:
     hooks = [p.register_post_accumulate_grad_hook(_drop) for p in model.parameters()]
     try:
-        return _peak(model, tokens)
+        return _curve(model, tokens)
     finally:
         for hook in hooks:
             hook.remove()

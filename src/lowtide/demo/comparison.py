@@ -183,7 +183,7 @@ def _describe(settings: Settings, corpus: Corpus) -> dict[str, str]:
         "training": f"{settings.steps} steps of {settings.batch} x {shape.context} bytes, "
         f"AdamW, learning rate up to {settings.learning_rate:g}, seed {settings.seed}",
         "device": device,
-        "memory": "what torch's allocator holds beyond weights and optimizer state; buffers of the lower tier not counted",
+        "memory": "what torch's allocator holds beyond weights and optimizer state, without the lower tier's buffers",
         "compute threads": str(settings.threads) if accelerator is None else "not set",
         "software": f"lowtide {lowtide.__version__}, torch {torch.__version__}, "
         f"Python {platform.python_version()}, {platform.system()} {platform.machine()}",

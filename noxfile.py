@@ -1,0 +1,43 @@
+"""Longer campaigns than ``make test``: other versions of Python and torch, the open-ended fuzzer, the full bench.
+
+Each session makes an environment of its own. ``nox --list`` shows them; none is
+part of CI.
+"""
+
+from __future__ import annotations
+
+import nox
+
+nox.options.default_venv_backend = "venv"
+nox.options.sessions = ["tests"]
+
+PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
+TORCHES = ["2.10.0", "2.11.0", "2.12.1", "2.13.0"]
+
+
+def install(session: nox.Session, torch: str, extras: str) -> None:
+    """Install the wanted torch first, then lowtide, which leaves it as it is."""
+    session.install(f"torch=={torch}")
+    session.install("--editable", f".[{extras}]")
+
+
+@nox.session(python=PYTHONS)
+@nox.parametrize("torch", TORCHES)
+def tests(session: nox.Session, torch: str) -> None:
+    """Run the test suite on every supported pair of Python and torch."""
+    install(session, torch, "report,dev")
+    session.run("python", "-m", "pytest", *session.posargs)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Run the fuzzer for as long as asked: ``nox -s fuzz -- --seconds 3600``."""
+    install(session, TORCHES[-1], "dev")
+    session.run("python", "-m", "tests.fuzz", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run the whole bench and write its figures: ``nox -s bench -- --json figures.json``."""
+    install(session, TORCHES[-1], "report")
+    session.run("lowtide", "bench", *session.posargs)

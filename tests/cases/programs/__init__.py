@@ -1,0 +1,1 @@
+"""One small program a file, distilled from a public report; the right result stands in its docstring."""

@@ -1,0 +1,1 @@
+"""Random programs against plain autograd: loss, gradients and generator state, bit by bit."""
