@@ -30,10 +30,10 @@ __all__ = [
     "any_functorch_transform",
     "autograd_keeps_graph",
     "conjugate_view",
-    "direct_call",
     "current_backward",
     "current_python_node",
     "current_saved_tensor_hooks",
+    "direct_call",
     "free_weak_storage",
     "is_traceable_subclass",
     "no_autocast",
@@ -141,7 +141,7 @@ def direct_call(overload: Any) -> Callable[..., Any]:
 
 def current_python_node() -> Any | None:
     """The node of an ``autograd.Function`` whose backward runs now on this thread, or None (2.1-2.14)."""
-    node = torch._C._current_autograd_node()
+    node: Any = torch._C._current_autograd_node()
     return node if isinstance(node, torch.autograd.function.BackwardCFunction) else None
 
 

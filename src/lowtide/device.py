@@ -34,8 +34,8 @@ __all__ = [
     "training_device",
     "use_stream",
     "wait_event",
-    "with_numeric_flags",
     "wait_stream",
+    "with_numeric_flags",
 ]
 
 

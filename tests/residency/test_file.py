@@ -1,7 +1,7 @@
 """Laws of the file tier: bytes come back, extents are not shared, the file has no name, failures are told."""
 
 # Fixed seeds are the point, and what is run is written here.
-# ruff: noqa: S108, S311, S603, S607
+# ruff: noqa: S108, S607
 
 from __future__ import annotations
 

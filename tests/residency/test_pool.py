@@ -1,7 +1,6 @@
 """Laws of the host pool: buffers are reused, bounded, lent to one holder, and freed behind their readers."""
 
 # Fixed seeds are the point.
-# ruff: noqa: S311
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts as torch
 from lowtide import _torch
 from lowtide.activations.answers import CheckpointFrame
 from lowtide.activations.operators import Kind, operator_of
+from lowtide.activations.recorder import take_generator
 from lowtide.errors import ReplayError, UnsupportedError, explain
 from lowtide.policy import CheckpointPolicy, Fate, PolicyFn, SelectiveCheckpointContext, as_policy, fate_of
 from lowtide.report.counters import RegionRow
@@ -53,11 +54,13 @@ Tensor = torch.Tensor
 class _Cached:
     """One operator's outputs that need not be computed again."""
 
-    __slots__ = ("is_sequence", "items", "kind")
+    __slots__ = ("after", "is_sequence", "items", "kind")
 
     def __init__(self, out: Any) -> None:
         self.is_sequence = type(out) in (tuple, list)
         self.kind = type(out)
+        # Of a random operator: the generator and its state after the draw, which the re-run must reach too.
+        self.after: tuple[torch.Generator, Tensor] | None = None
         self.items: list[Any] = [_Kept(o) if isinstance(o, Tensor) else o for o in (out if self.is_sequence else [out])]
 
     def get(self, where: str) -> Any:
@@ -131,6 +134,8 @@ class _ForwardContext(_torch.DispatchMode):
         answer = self._frame.for_operator(operator, args, kwargs)
         if answer is not None and fate_of(answer) is not Fate.RECOMPUTE:
             cached = self._memory.cached[func, index] = _Cached(out)
+            if operator.draws(args, kwargs) and kwargs.get("generator") is None:
+                cached.after = take_generator(args, kwargs)
             if fate_of(answer) is Fate.SWAP:
                 self._stow(cached, answer)
         return out
@@ -217,6 +222,8 @@ class _RecomputeContext(_torch.DispatchMode):
                         remedy="Do not keep that operator's output.",
                     )
                 )
+        if cached.after is not None:
+            cached.after[0].set_state(cached.after[1])
         out = cached.get(self._name)
         if not _torch.autograd_keeps_graph():
             del self._memory.cached[func, index]

@@ -70,7 +70,8 @@ def pure(function: T) -> T:
     ...         return grad * 2
     """
     if isinstance(function, torch._ops.OpOverloadPacket):
-        declare_pure(getattr(function, name) for name in function.overloads())
+        names: list[str] = function.overloads()  # type: ignore[no-untyped-call]
+        declare_pure(getattr(function, name) for name in names)
         return function
     if isinstance(function, torch._ops.OpOverload):
         declare_pure([function])
@@ -86,7 +87,7 @@ def pure(function: T) -> T:
             )
         )
     _declared.add(function)
-    return function  # type: ignore[return-value]
+    return function
 
 
 def is_pure(function: type) -> bool:
@@ -344,13 +345,13 @@ def _promote(tape: Tape, body: Body, node: FunctionNode, out: Any) -> None:
     tape.nodes.append(node)
 
 
-def install(find_tape: Callable[[], Tape | None]) -> None:
+def install(find_tape: Callable[[], Any]) -> None:
     """Route ``Function.apply`` inside regions through the tape. Outside of regions it costs about a microsecond."""
     base: Any = _torch.SingleLevelFunction
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         call = super(base, cls).apply
-        tape = find_tape()
+        tape: Any = find_tape()
         if tape is not None:
             tape.python_nodes = True
         if (

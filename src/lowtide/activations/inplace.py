@@ -19,7 +19,7 @@ from lowtide.activations.region import Region, notify_on_backward, stow_open_tap
 from lowtide.errors import WrapError, explain
 from lowtide.residency.manager import SwapManager, Visit, watch_chained_layers
 
-__all__ = ["WrappedForward", "attach", "attached", "detach_if_idle"]
+__all__ = ["WrappedForward", "attach", "attached", "detach", "detach_if_idle"]
 
 
 class WrappedForward:
@@ -66,7 +66,7 @@ class WrappedForward:
             return self.inner()(*args, **kwargs)
         return lower_to_checkpoint(region, self.inner(), args, kwargs)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run(self, args: Any, kwargs: Any) -> Any:
         fn = self.inner()
         manager = SwapManager()
@@ -141,6 +141,18 @@ def attach(module: torch.nn.Module) -> WrappedForward:
     return found
 
 
+def detach(module: torch.nn.Module) -> None:
+    """Take everything off: the region, the place in a chain, the learned order."""
+    found = attached(module)
+    if found is None:
+        return
+    SwapManager().unchain(module)
+    found.region = None
+    found.is_unit = False
+    found.learns = 0
+    detach_if_idle(module)
+
+
 def detach_if_idle(module: torch.nn.Module) -> None:
     """Take the wrap off once nothing uses it."""
     found = attached(module)
@@ -152,17 +164,7 @@ def detach_if_idle(module: torch.nn.Module) -> None:
         del module.__dict__["forward"]
 
 
-def _watch_unit(layer: Any) -> None:
-    if not isinstance(layer, torch.nn.Module):
-        raise WrapError(
-            explain(
-                "a chain names something that is no module",
-                expected="two torch.nn.Module objects",
-                got=type(layer).__name__,
-                where="set_forward_prefetch_layer",
-                remedy="Chain the modules whose forward calls follow each other.",
-            )
-        )
+def _watch_unit(layer: torch.nn.Module) -> None:
     attach(layer).is_unit = True
 
 

@@ -142,20 +142,21 @@ def _kind_of(func: Any, schema: Any, name: str) -> Kind:
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
     aliases = [r.alias_info is not None for r in schema.returns]
     trusted = func.namespace in _TRUSTED_NAMESPACES or func in _pure_overloads
+    is_view = torch.Tag.inplace_view in func.tags or (not writes and bool(aliases) and all(aliases))
+    makes_tensors = any(isinstance(r.type, (torch.TensorType, torch.ListType)) for r in schema.returns)
     if name in _RESIZERS:
-        return Kind.POISON
-    if func.namespace == "prim":
-        return Kind.PASS
-    if not trusted or name in _LIARS or torch.Tag.maybe_aliasing_or_mutating in func.tags:
-        return Kind.OPAQUE
-    if torch.Tag.inplace_view in func.tags or (not writes and aliases and all(aliases)):
-        return Kind.PASS
-    returns_tensor = any(isinstance(r.type, (torch.TensorType, torch.ListType)) for r in schema.returns)
-    if not returns_tensor and not writes:
-        return Kind.PASS
-    if name in _EMPTY:
-        return Kind.EMPTY
-    return Kind.WRITE if writes else Kind.PURE
+        kind = Kind.POISON
+    elif func.namespace == "prim":
+        kind = Kind.PASS
+    elif not trusted or name in _LIARS or torch.Tag.maybe_aliasing_or_mutating in func.tags:
+        kind = Kind.OPAQUE
+    elif is_view or not (writes or makes_tensors):
+        kind = Kind.PASS
+    elif name in _EMPTY:
+        kind = Kind.EMPTY
+    else:
+        kind = Kind.WRITE if writes else Kind.PURE
+    return kind
 
 
 # Every overload seen so far, by identity: an overload's own hash is a Python call, and we keep it alive.

@@ -152,6 +152,8 @@ class Region:
             return call_mode.run_again(self, fn, args, kwargs)
         tape = _local.tape
         if tape is not None and not tape.closed and (tape.recording or self.kind == "swap"):
+            self.row.calls += 1
+            self.row.note("it runs inside of another region, which counts its bytes.")
             tape.answers.push(self._frame())
             try:
                 return fn(*args, **kwargs)

@@ -49,14 +49,8 @@ def _unpack(tape: Tape, handle: Handle) -> Tensor:
     if tape.on_backward is not None:
         visit, tape.on_backward = tape.on_backward, None
         visit.reached()
-    base = value.held
-    kept = base is not None
-    if base is None or base._version != value.version or value.cache is not None or not base.data_ptr():
-        base = resident(tape, value)
-        if base is None:
-            _replay(tape, value)
-            base = resident(tape, value)
-            assert base is not None
+    kept = value.held is not None
+    base = _bytes_of(tape, value)
     # Autograd may edit what it gets: never the tensor that we keep.
     out = base if handle.layout is value.base_layout else rebuild(base, handle.layout)
     if out is base:
@@ -74,6 +68,19 @@ def _unpack(tape: Tape, handle: Handle) -> Tensor:
         # A value kept by reference is what plain autograd would see, whatever has happened to it.
         verify(handle.checksum, out, operator=producer(tape, value), where=tape.name)
     return out
+
+
+def _bytes_of(tape: Tape, value: Value) -> Tensor:
+    """The tensor behind a value, replayed or brought back if need be."""
+    base = value.held
+    if base is not None and base._version == value.version and value.cache is None and base.data_ptr():
+        return base  # what resident would say, in short: most values of a keeping region are simply there
+    base = resident(tape, value)
+    if base is None:
+        _replay(tape, value)
+        base = resident(tape, value)
+        assert base is not None
+    return base
 
 
 def _note_reader(tape: Tape, value: Value) -> None:

@@ -17,7 +17,7 @@ from lowtide import _torch, device
 from lowtide.activations.values import LEAF, FunctionNode, Handle, Node, StorageRecord, Value
 from lowtide.errors import ModifiedError, UnsupportedError, explain
 from lowtide.policy import Fate, fate_of, stronger
-from lowtide.storage import PLAIN_TYPES, is_parameter, layout_of, whole
+from lowtide.storage import PLAIN_TYPES, Layout, is_parameter, layout_of, whole
 
 if TYPE_CHECKING:
     from lowtide.activations.answers import Answers
@@ -61,10 +61,10 @@ class Tape:
         "drops",
         "epoch",
         "flags",
-        "module",
         "holding",
         "last_reader",
         "lock",
+        "module",
         "muted",
         "name",
         "nodes",
@@ -214,18 +214,11 @@ class Tape:
             value = record.value
         else:
             value = self.value_of(tensor)
-        if value.node == LEAF and value.held is None and value.swap is None and value.poison is None:
+        if value.node == LEAF and _is_loose(value):
             self.hold_leaf(value, tensor)
         if self.answers.swap_is_innermost and not value.parameter:
             self._answer_packed(value, tensor)
-        base = value.base_layout
-        if value.held is tensor and base is not None:
-            layout = base
-        else:
-            layout = layout_of(tensor)
-            if layout == base:
-                layout = base  # shared: handles are many, and the identity spares a comparison at unpack
-        handle = Handle(self, value, layout)
+        handle = Handle(self, value, _shared_layout(value, tensor))
         if value.live == 0:
             self.packed.append(value)
         value.live += 1
@@ -391,3 +384,17 @@ class Tape:
                 )
             )
         return held
+
+
+def _shared_layout(value: Value, tensor: Tensor) -> Layout:
+    """The layout of a tensor; the base's own object where they are equal, which unpack recognises by identity."""
+    base = value.base_layout
+    if base is not None and value.held is tensor:
+        return base
+    layout = layout_of(tensor)
+    return base if base is not None and layout == base else layout
+
+
+def _is_loose(value: Value) -> bool:
+    """Whether nothing keeps a value's bytes yet."""
+    return value.held is None and value.swap is None and value.poison is None

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from lowtide.activations.call_mode import lower_to_checkpoint
-from lowtide.activations.inplace import attach, attached, detach_if_idle
+from lowtide.activations.inplace import attach, attached, detach, detach_if_idle
 from lowtide.activations.region import Region
 from lowtide.errors import WrapError, explain
 from lowtide.policy import PolicyFn, TensorPolicyFn
@@ -172,6 +172,8 @@ def _region_of(module_or_fn: Any) -> Region | None:
 def unwrap(module_or_fn: F) -> F:
     """Undo a wrap: the module as it was, or the original function. Harmless where nothing is wrapped.
 
+    Of a module it also undoes its place in a chain and its learned order.
+
     Graphs that are alive keep their tapes and run backward as before.
 
     >>> import torch, lowtide
@@ -180,10 +182,7 @@ def unwrap(module_or_fn: F) -> F:
     False
     """
     if isinstance(module_or_fn, torch.nn.Module):
-        found = attached(module_or_fn)
-        if found is not None:
-            found.region = None
-            detach_if_idle(module_or_fn)
+        detach(module_or_fn)
         return module_or_fn
     if _region_of(module_or_fn) is None:
         return module_or_fn

@@ -108,7 +108,7 @@ class FileCarrier:
         self._traffic = traffic
         self.tier = FileTier(settings.file_dir, budget=settings.host_bytes)
 
-    def copy_out(self, sources: Sequence[Tensor], stream: Any = None) -> list[tuple[FileSlot, Copy]]:  # noqa: ARG002
+    def copy_out(self, sources: Sequence[Tensor], stream: Any = None) -> list[tuple[FileSlot, Copy]]:
         """See :class:`Carrier`. A failure to start gives back what was started."""
         started: list[tuple[FileSlot, Copy]] = []
         try:
@@ -123,7 +123,7 @@ class FileCarrier:
             raise
         return started
 
-    def copy_in(self, slots: Sequence[tuple[Any, Copy]], where: torch.device, stream: Any = None) -> list[Any]:  # noqa: ARG002
+    def copy_in(self, slots: Sequence[tuple[Any, Copy]], where: torch.device, stream: Any = None) -> list[Any]:
         """See :class:`Carrier`."""
         started = []
         for slot, out in slots:
@@ -134,7 +134,7 @@ class FileCarrier:
             self._traffic.file_bytes_read += slot.nbytes
         return started
 
-    def release(self, slot: FileSlot, copies: Sequence[Copy]) -> None:  # noqa: ARG002
+    def release(self, slot: FileSlot, copies: Sequence[Copy]) -> None:
         """See :class:`Carrier`. The tier itself keeps the extent until copies in flight are over."""
         self.tier.release(slot)
 

@@ -104,6 +104,8 @@ class FileTier:
         self._crew: Crew | None = None
         self._closer: weakref.finalize[[], FileTier] | None = None
         self._closed = False
+        # What slots know their tier by: a reference to the tier would be a cycle that keeps the file open.
+        self._identity = object()
 
     @property
     def directory(self) -> str:
@@ -170,7 +172,7 @@ class FileTier:
         self._require_usable()
         with self._lock:
             crew = self._open()
-            slot = FileSlot(nbytes, self._place(aligned(nbytes), crew.spill), aligned(nbytes), self)
+            slot = FileSlot(nbytes, self._place(aligned(nbytes), crew.spill), aligned(nbytes), self._identity)
             self._live_bytes += nbytes
             slot._write = FileTicket(slot, source, writes=True)
             try:
@@ -194,12 +196,12 @@ class FileTier:
         self._require_usable()
         with self._lock:
             lost = slot._write is not None and slot._write._failure is not None
-            if slot._owner is not self or not (slot._token or lost):
+            if slot._owner is not self._identity or not (slot._token or lost):
                 raise StateError(
                     explain(
                         "this slot cannot be read",
                         expected="a live slot of this tier",
-                        got="a released one" if slot._owner is self else "one of another tier",
+                        got="a released one" if slot._owner is self._identity else "one of another tier",
                         where=repr(slot),
                         remedy="Read before release(slot), from the tier that wrote it.",
                     )
@@ -213,7 +215,7 @@ class FileTier:
 
         Never blocks; harmless twice, after ``close``, after a failed write and in a forked child.
         """
-        if slot._owner is not self:
+        if slot._owner is not self._identity:
             raise StateError(
                 explain(
                     "this slot cannot be released",

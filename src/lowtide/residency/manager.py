@@ -7,6 +7,7 @@ or never runs backward leaves nothing behind.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 import weakref
@@ -16,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from lowtide import _torch, device
-from lowtide.errors import LowtideWarning, ScheduleError, explain
+from lowtide.errors import LowtideWarning, ScheduleError, WrapError, explain
 from lowtide.residency.copies import Carrier, FileCarrier, PinnedCarrier, Settings, Traffic
 from lowtide.residency.group import Storage, SwapGroup
 from lowtide.residency.swap_tensor import SwapTensor
@@ -38,6 +39,15 @@ _watchers: list[Callable[[Any], None]] = []
 def watch_chained_layers(watcher: Callable[[Any], None]) -> None:
     """Let ``watcher`` install the forward boundaries of chained layers."""
     _watchers.append(watcher)
+
+
+def _users_level() -> int:
+    """How many frames up the code is that called a wrapped forward: not ours, not torch's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in {"lowtide", "torch"}:
+        frame = frame.f_back
+        level += 1
+    return level
 
 
 class _Unset:
@@ -174,12 +184,21 @@ class SwapManager:
             if not isinstance(value, _Unset):
                 setattr(self.settings, name, value)
         if before != (self.settings.host_bytes, self.settings.file_dir):
-            # Copies that are alive keep the carrier they lie on.
-            self._carriers = {}
+            self._retire_carriers()
 
     def reset(self) -> None:
         """Forget groups, chains, settings and counters. Copies that are alive stay with their graphs."""
+        self._retire_carriers()
+        for key in self._held_elsewhere:
+            _torch.free_weak_storage(key)
         self._start()
+
+    def _retire_carriers(self) -> None:
+        """Use new carriers from now on; copies that are alive keep the one they lie on until they die."""
+        for carrier in self._carriers.values():
+            if not carrier.live_bytes():
+                carrier.close()
+        self._carriers = {}
 
     def carrier_for(self, where: torch.device) -> Carrier:
         """Who moves tensors of a device."""
@@ -247,9 +266,20 @@ class SwapManager:
         harmless; a cycle or a second neighbour raises :class:`ScheduleError`.
         """
         for layer in (first_layer, second_layer):
+            if not isinstance(layer, torch.nn.Module):
+                raise WrapError(
+                    explain(
+                        "a chain names something that is no module",
+                        expected="two torch.nn.Module objects",
+                        got=type(layer).__name__,
+                        where="set_forward_prefetch_layer",
+                        remedy="Chain the modules whose forward calls follow each other.",
+                    )
+                )
+        self._check_edge(first_layer, second_layer)
+        for layer in (first_layer, second_layer):
             for watcher in _watchers:
                 watcher(layer)
-        self._check_edge(first_layer, second_layer)
         self._successors[first_layer] = weakref.ref(second_layer)
         self._predecessors[second_layer] = weakref.ref(first_layer)
 
@@ -282,6 +312,17 @@ class SwapManager:
                 )
             following = self._successors.get(step)
             step = following() if following is not None else None
+
+    def unchain(self, layer: Any) -> None:
+        """Take a layer out of its chain. Harmless where it stands in none."""
+        before = self._predecessors.pop(layer, None)
+        after = self._successors.pop(layer, None)
+        first = before() if before is not None else None
+        second = after() if after is not None else None
+        if first is not None:
+            self._successors.pop(first, None)
+        if second is not None:
+            self._predecessors.pop(second, None)
 
     def is_chained(self, layer: Any) -> bool:
         """Whether a layer stands in a declared chain."""
@@ -393,7 +434,7 @@ class SwapManager:
         """Say once that a swap was asked for and nothing moves (U7)."""
         if not self._warned:
             self._warned = True
-            warnings.warn(_NO_SCHEDULE, LowtideWarning, stacklevel=2)
+            warnings.warn(_NO_SCHEDULE, LowtideWarning, stacklevel=_users_level())
 
     def _run(self, sequence: _Sequence, event: Any) -> None:
         with sequence.lock:

@@ -162,7 +162,8 @@ class Spill:
         """Have the disk promise ``size`` bytes, in large steps while it has them. Costs about 1 ms a GB."""
         if size <= self._reserved or self._fallocate is None:
             return
-        ample = -(-size // GROWTH) * GROWTH
+        step = min(GROWTH, max(1 << 20, 1 << size.bit_length() >> 1))
+        ample = -(-size // step) * step
         for wanted in (ample if limit is None else min(ample, limit), size):
             code = self._preallocate(wanted)
             if code == 0:
