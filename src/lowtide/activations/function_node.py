@@ -345,26 +345,26 @@ def _promote(tape: Tape, body: Body, node: FunctionNode, out: Any) -> None:
     tape.nodes.append(node)
 
 
-def install(find_tape: Callable[[], Any]) -> None:
+def _is_ours(tape: Tape) -> bool:
+    """Whether a Function called now is an outermost one whose saved tensors this tape packs."""
+    if not tape.recording or tape.muted or tape.body is not None or not torch.is_grad_enabled():
+        return False
+    hook = _torch.current_saved_tensor_hooks()
+    return getattr(hook, "__self__", None) is tape and not _torch.any_functorch_transform()
+
+
+def install(find_tape: Callable[[], Tape | None]) -> None:
     """Route ``Function.apply`` inside regions through the tape. Outside of regions it costs about a microsecond."""
     base: Any = _torch.SingleLevelFunction
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         call = super(base, cls).apply
-        tape: Any = find_tape()
+        tape = find_tape()
         if tape is not None:
             tape.python_nodes = True
-        if (
-            tape is None
-            or not tape.recording
-            or tape.muted
-            or tape.body is not None
-            or not torch.is_grad_enabled()
-            or _torch.any_functorch_transform()
-            or getattr(_torch.current_saved_tensor_hooks(), "__self__", None) is not tape
-        ):
-            return call(*args, **kwargs)
-        return _record_call(tape, cls, call, args, kwargs)
+            if _is_ours(tape):
+                return _record_call(tape, cls, call, args, kwargs)
+        return call(*args, **kwargs)
 
     hook: Any = classmethod(apply)
     base.apply = hook
