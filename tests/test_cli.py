@@ -138,9 +138,7 @@ def test_an_error_of_lowtide_is_one_line_and_exit_status_two(
 def test_parts_are_imported_inside_their_commands() -> None:
     """Bench, demo and what they draw with are no cost of importing the command line."""
     listed = "import sys, lowtide.cli; print([name for name in sys.modules])"
-    loaded = subprocess.run(
-        [sys.executable, "-c", listed], capture_output=True, text=True, check=True
-    ).stdout
+    loaded = subprocess.run([sys.executable, "-c", listed], capture_output=True, text=True, check=True).stdout
     assert isinstance(cli, types.ModuleType)
     for part in ("lowtide.demo", "lowtide.bench", "lowtide.selfcheck", "matplotlib", "jinja2"):
         assert f"'{part}'" not in loaded

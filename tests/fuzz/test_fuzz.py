@@ -12,7 +12,7 @@ from .functions import undeclared
 from .operators import KINDS
 from .programs import ENDINGS, Net, program_of, train
 
-SEEDS = range(220)
+SEEDS = range(120)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)

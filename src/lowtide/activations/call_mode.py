@@ -32,7 +32,7 @@ from lowtide.residency.eligibility import NO_SCHEDULE, why_not_move
 from lowtide.residency.group import Storage
 from lowtide.residency.manager import SwapManager, Visit
 from lowtide.residency.swap_tensor import SwapTensor
-from lowtide.storage import PLAIN_TYPES, is_parameter
+from lowtide.storage import PLAIN_TYPES, is_parameter, layout_of, rebuild
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -54,9 +54,10 @@ Tensor = torch.Tensor
 class _Cached:
     """One operator's outputs that need not be computed again."""
 
-    __slots__ = ("after", "is_sequence", "items", "kind")
+    __slots__ = ("after", "answer", "is_sequence", "items", "kind")
 
-    def __init__(self, out: Any) -> None:
+    def __init__(self, out: Any, answer: CheckpointPolicy) -> None:
+        self.answer = answer
         self.is_sequence = type(out) in (tuple, list)
         self.kind = type(out)
         # Of a random operator: the generator and its state after the draw, which the re-run must reach too.
@@ -71,17 +72,27 @@ class _Cached:
 class _Kept:
     """One output: resident, or a swap tensor."""
 
-    __slots__ = ("key", "swap", "tensor", "version")
+    __slots__ = ("key", "layout", "swap", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor.detach()
+        # The very tensor until the region ends: an alias made inside the handler has a version counter of its own.
+        self.tensor: Tensor | None = tensor
         self.key = _torch.storage_key(tensor)
+        self.layout = layout_of(tensor)
         self.version = tensor._version
         self.swap: SwapTensor | None = None
 
+    def settle(self) -> bool:
+        """Give up the history that the tensor has by now; False if something has written to it."""
+        assert self.tensor is not None
+        unchanged = self.tensor._version == self.version
+        self.tensor = self.tensor.detach()
+        return unchanged
+
     def get(self, where: str) -> Tensor:
         if self.swap is not None:
-            return self.swap.bring_back(where).detach()
+            # Outputs of one operator may share a storage, hence a copy: each has a layout of its own.
+            return rebuild(self.swap.bring_back(where), self.layout).detach()
         assert self.tensor is not None
         return self.tensor.detach()
 
@@ -119,6 +130,8 @@ class _ForwardContext(_torch.DispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         if error[0] is None:
             self._hand_over()
+        else:
+            self._memory.cached.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -133,11 +146,9 @@ class _ForwardContext(_torch.DispatchMode):
             return out
         answer = self._frame.for_operator(operator, args, kwargs)
         if answer is not None and fate_of(answer) is not Fate.RECOMPUTE:
-            cached = self._memory.cached[func, index] = _Cached(out)
+            cached = self._memory.cached[func, index] = _Cached(out, answer)
             if operator.draws(args, kwargs) and kwargs.get("generator") is None:
                 cached.after = take_generator(args, kwargs)
-            if fate_of(answer) is Fate.SWAP:
-                self._stow(cached, answer)
         return out
 
     def _drop_overwritten(self, targets: list[Tensor]) -> None:
@@ -147,31 +158,18 @@ class _ForwardContext(_torch.DispatchMode):
             if any(isinstance(item, _Kept) and item.key in keys for item in cached.items):
                 del self._memory.cached[name]
 
-    def _stow(self, cached: _Cached, answer: CheckpointPolicy) -> None:
-        manager = SwapManager()
-        for item in cached.items:
-            if not isinstance(item, _Kept) or item.tensor is None:
-                continue
-            nbytes = item.tensor.untyped_storage().nbytes()
-            refusal = why_not_move(item.tensor, nbytes, manager)
-            if refusal is not None:
-                self._row.refuse(refusal[0], nbytes, refusal[1])
-                continue
-            item.swap = manager.adopt(item.tensor, self._frame.name)
-            item.swap.must |= answer is CheckpointPolicy.MUST_SWAP
-
     def _hand_over(self) -> None:
+        """The region has ended: what is kept loses its history, what is to be swapped goes to the residency."""
         memory, manager = self._memory, SwapManager()
         storage = Storage(self._frame.name)
         storage.row = self._row
-        for cached in memory.cached.values():
-            for item in cached.items:
-                if isinstance(item, _Kept) and item.swap is not None:
-                    item.tensor = None
-                    storage.swap(item.swap)
-                    self._row.swapped_bytes += item.swap.nbytes
-                elif isinstance(item, _Kept) and item.tensor is not None:
-                    self._row.kept_bytes += item.tensor.untyped_storage().nbytes()
+        for name, cached in list(memory.cached.items()):
+            kept = [item for item in cached.items if isinstance(item, _Kept)]
+            if not all([item.settle() for item in kept]):
+                del memory.cached[name]
+                continue
+            for item in kept:
+                self._stow(item, cached.answer, storage)
         if storage.tensors:
             memory.storages.append(storage)
             filed = manager.file_under(storage, memory.visit)
@@ -181,6 +179,21 @@ class _ForwardContext(_torch.DispatchMode):
             manager.end_visit(memory.visit)
         if NO_SCHEDULE in self._row.refused:
             manager.warn_of_no_schedule()
+
+    def _stow(self, item: _Kept, answer: CheckpointPolicy, storage: Storage) -> None:
+        assert item.tensor is not None
+        nbytes = item.tensor.untyped_storage().nbytes()
+        if fate_of(answer) is Fate.SWAP:
+            refusal = why_not_move(item.tensor, nbytes, SwapManager())
+            if refusal is None:
+                item.swap = SwapManager().adopt(item.tensor, self._frame.name)
+                item.swap.must |= answer is CheckpointPolicy.MUST_SWAP
+                item.tensor = None
+                storage.swap(item.swap)
+                self._row.swapped_bytes += nbytes
+                return
+            self._row.refuse(refusal[0], nbytes, refusal[1])
+        self._row.kept_bytes += nbytes
 
 
 class _RecomputeContext(_torch.DispatchMode):

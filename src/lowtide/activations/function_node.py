@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch
 
 from lowtide import _torch, device
-from lowtide.activations.operators import Kind, Operator, declare_pure
+from lowtide.activations.operators import Kind, Operator, declare_pure, pure_overloads
 from lowtide.activations.recorder import refer, tensors_in
 from lowtide.activations.values import LEAF, FunctionNode, Value
 from lowtide.errors import WrapError, explain
@@ -48,6 +48,7 @@ _KNOWN_PURE: Final = frozenset(
     }
 )
 _declared: set[type] = set()
+_GENERATED: Final = "GeneratedBackwardFor_"
 
 
 def pure(function: T) -> T:
@@ -92,7 +93,17 @@ def pure(function: T) -> T:
 
 def is_pure(function: type) -> bool:
     """Whether a Function class may be replayed."""
-    return function in _declared or f"{function.__module__}.{function.__qualname__}" in _KNOWN_PURE
+    if function in _declared or f"{function.__module__}.{function.__qualname__}" in _KNOWN_PURE:
+        return True
+    # torch.library makes a class like this for the autograd formula of a custom operator.
+    made_for = function.__name__.removeprefix(_GENERATED)
+    return made_for != function.__name__ and any(made_for == generated_name(op) for op in pure_overloads)
+
+
+def generated_name(overload: Any) -> str:
+    """How ``torch.library`` calls an operator in the name of the class it generates for it."""
+    namespace, _, name = overload._schema.name.partition("::")
+    return f"{namespace}_{name}_{overload._overloadname}"
 
 
 class FunctionArgument:

@@ -89,7 +89,7 @@ class WrappedForward:
         return out
 
     def _begin_unit(self, manager: SwapManager) -> Visit | None:
-        if not self.is_unit or not torch.is_grad_enabled():
+        if not self.is_unit or not torch.is_grad_enabled() or not manager.is_chained(self.module):
             return None
         unit = manager.begin_visit()
         manager.units.append(unit)

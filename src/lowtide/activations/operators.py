@@ -16,7 +16,7 @@ import torch
 from lowtide import _torch
 from lowtide.policy import composite_of
 
-__all__ = ["Kind", "Operator", "declare_pure", "known_operators", "operator_of"]
+__all__ = ["Kind", "Operator", "declare_pure", "known_operators", "operator_of", "pure_overloads"]
 
 
 class Kind(enum.IntEnum):
@@ -53,7 +53,7 @@ _ATOMIC: Final = frozenset(
     | {"upsample_bilinear2d_backward", "max_unpool2d", "ctc_loss", "_ctc_loss"}
 )
 _TRUSTED_NAMESPACES: Final = frozenset({"aten", "prims"})  # R1
-_pure_overloads: set[Any] = set()
+pure_overloads: set[Any] = set()
 _nondeterministic_bitwise = getattr(torch.Tag, "nondeterministic_bitwise", None)
 
 
@@ -141,7 +141,7 @@ def _positions(schema: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _kind_of(func: Any, schema: Any, name: str) -> Kind:
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
     aliases = [r.alias_info is not None for r in schema.returns]
-    trusted = func.namespace in _TRUSTED_NAMESPACES or func in _pure_overloads
+    trusted = func.namespace in _TRUSTED_NAMESPACES or func in pure_overloads
     is_view = torch.Tag.inplace_view in func.tags or (not writes and bool(aliases) and all(aliases))
     makes_tensors = any(isinstance(r.type, (torch.TensorType, torch.ListType)) for r in schema.returns)
     if name in _RESIZERS:
@@ -174,5 +174,5 @@ def operator_of(func: Any) -> Operator:
 def declare_pure(overloads: Iterable[Any]) -> None:
     """Trust overloads of a custom namespace to be pure: same inputs, same bits, no hidden write."""
     for overload in overloads:
-        _pure_overloads.add(overload)
+        pure_overloads.add(overload)
         known_operators.pop(id(overload), None)

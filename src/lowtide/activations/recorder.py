@@ -24,6 +24,7 @@ __all__ = ["Recorder", "tensors_in"]
 Tensor = torch.Tensor
 _DISCRETE = frozenset({torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8})
 _new_layout = tuple.__new__
+_NO_STORAGE = "an argument has no storage to follow (a sparse tensor)"
 PASS, PURE = Kind.PASS, Kind.PURE
 grad_enabled = torch.is_grad_enabled
 
@@ -59,6 +60,8 @@ def _record_rare(tape: Tape, operator: Operator, args: Any, kwargs: Any) -> Any:
     if tape.body is not None:
         return _run_in_body(tape, tape.body, operator, args, kwargs)
     if operator.kind in {Kind.OPAQUE, Kind.POISON}:
+        if operator.func.namespace == "aten":
+            tape.moves_state = str(operator.func)
         return run_opaque(tape, operator, args, kwargs, opaque_reason(operator))
     if not grad_enabled():  # R2
         return run_opaque(tape, operator, args, kwargs, "it was computed with gradients off")
@@ -162,7 +165,10 @@ def _answer(tape: Tape, operator: Operator, args: Any, kwargs: Any) -> Checkpoin
 def _record(tape: Tape, operator: Operator, args: Any, kwargs: Any) -> Any:
     """A pure call: new storages come out, nothing is written."""
     node = Node(operator, list(args))
-    refer_all(tape, operator, node, kwargs)
+    try:
+        refer_all(tape, operator, node, kwargs)
+    except NotImplementedError:  # R14: a sparse tensor has no storage to follow
+        return run_opaque(tape, operator, args, kwargs or {}, _NO_STORAGE)
     if operator.random and operator.draws(args, kwargs or {}):
         node.random = take_generator(args, kwargs or {})
     out = operator.call(*args, **kwargs) if kwargs else operator.call(*args)
@@ -174,7 +180,7 @@ def _record(tape: Tape, operator: Operator, args: Any, kwargs: Any) -> Any:
     nodes, storages = tape.nodes, tape.storages
     index = len(nodes)
     for position, tensor in enumerate((out,) if isinstance(out, Tensor) else out):
-        if isinstance(tensor, Tensor):
+        if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             record = storages.get(storage._cdata)
             if record is None:
@@ -224,47 +230,58 @@ def _covers(tensor: Tensor) -> bool:
 def _record_write(tape: Tape, operator: Operator, args: Any, kwargs: Any) -> Any:
     """An in-place or out= call: its targets get new values, their old ones stay readable for replay."""
     targets = operator.written(args, kwargs)
+    if not all(_is_plain(t) for t in targets):
+        return run_opaque(tape, operator, args, kwargs, _NO_STORAGE)
     full = operator.full_write and all(_covers(t) for t in targets)
-    before = []
-    for tensor in targets:
-        value = tape.value_of(tensor)
-        record = value.record
-        assert record is not None
-        before.append((tensor, value, record))
-    for _, value, _ in before:
+    before = [(tensor, tape.value_of(tensor)) for tensor in targets]
+    for _, value in before:
         if value.node == LEAF and (value.foreign or not full):
-            # R6: state that existed before the region; R3: a partial write to uninitialised memory.
-            reason = "a tensor from outside of the region was written" if value.foreign else value.opaque
-            return run_opaque(tape, operator, args, kwargs, reason or f"{operator.name} wrote to it")
+            return _write_to_leaf(tape, operator, args, kwargs, value)
     node = Node(operator, [])
-    for tensor, _, record in before:
-        tape.before_write(record, tensor)
+    for tensor, old in before:
+        assert old.record is not None
+        tape.before_write(old.record, tensor)
     _refer_write(tape, node, args, kwargs, {id(t) for t in targets})
-    full = full and all(old not in node.inputs for _, old, _ in before)
+    full = full and all(old not in node.inputs for _, old in before)
     if operator.random and operator.draws(args, kwargs):
         node.random = take_generator(args, kwargs)
     out = operator.func(*args, **kwargs)
-    index = len(tape.nodes)
     answer = _answer(tape, operator, args, kwargs)
     node.writes = []
-    for tensor, old, record in before:
-        new = Value(index)
-        new.record = record
-        new.base_layout = layout = layout_of(tensor)
-        node.writes.append(Write(layout, old, new, tensor.device, full=full))
+    for tensor, old in before:
+        new = _overwrite(tape, tensor, old, answer, full=full)
+        node.writes.append(Write(layout_of(tensor), old, new, tensor.device, full=full))
         if not full:
             node.inputs.append(old)
-        record.value = new
-        # ADInplaceOrView bumps the counter after this handler has returned.
-        record.version = None if record.version is None else tensor._version + 1
-        wanted = answer if full or old.answer is None else stronger(old.answer, answer or old.answer)
-        if wanted is not None:
-            new.answer = wanted
-            if fate_of(wanted) is not Fate.RECOMPUTE:  # R18
-                tape.hold(new, tensor)
-                new.version += 1
     tape.nodes.append(node)
     return out
+
+
+def _write_to_leaf(tape: Tape, operator: Operator, args: Any, kwargs: Any, value: Value) -> Any:
+    """R6: state that existed before the region; R3: a partial write to uninitialised memory."""
+    if not value.foreign:
+        return run_opaque(tape, operator, args, kwargs, value.opaque or f"{operator.name} wrote to it")
+    tape.moves_state = f"{operator.func} on a tensor from outside of the region"
+    return run_opaque(tape, operator, args, kwargs, "a tensor from outside of the region was written")
+
+
+def _overwrite(tape: Tape, tensor: Tensor, old: Value, answer: CheckpointPolicy | None, *, full: bool) -> Value:
+    """The value that a written tensor shows from now on."""
+    record = old.record
+    assert record is not None
+    new = Value(len(tape.nodes))
+    new.record = record
+    new.base_layout = layout_of(tensor)
+    record.value = new
+    # ADInplaceOrView bumps the counter after this handler has returned.
+    record.version = None if record.version is None else tensor._version + 1
+    wanted = answer if full or old.answer is None else stronger(old.answer, answer or old.answer)
+    if wanted is not None:
+        new.answer = wanted
+        if fate_of(wanted) is not Fate.RECOMPUTE:  # R18
+            tape.hold(new, tensor)
+            new.version += 1
+    return new
 
 
 def _refer_write(tape: Tape, node: Node, args: Any, kwargs: Any, ids: set[int]) -> None:

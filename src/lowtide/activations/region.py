@@ -218,7 +218,7 @@ class Region:
         if NO_SCHEDULE in self.row.refused:
             manager.warn_of_no_schedule()
         if self.recompute == "auto" and self.kind == "checkpoint":
-            self._choose_mode()
+            self._choose_mode(tape)
 
     def _spill(self, tape: Tape) -> None:
         """More waits to leave than may be in flight: do not wait for the region's end."""
@@ -231,14 +231,15 @@ class Region:
             manager.end_visit(visit)
             tape.visit = manager.begin_visit()
 
-    def _choose_mode(self) -> None:
+    def _choose_mode(self, tape: Tape) -> None:
         row = self.row
         limit = max(_OPAQUE_SHARE * row.packed_bytes, SwapManager().settings.min_bytes)
         if row.opaque_bytes <= limit:
             return
         what = f"{row.opaque_bytes} of {row.packed_bytes} bytes were kept because their producers are opaque"
-        if self.hazards or self.certify:
-            why = "certify asks for a replay" if self.certify else f"it contains {', '.join(self.hazards)}"
+        hazards = self.hazards or ([tape.moves_state] if tape.moves_state is not None else [])
+        if hazards or self.certify:
+            why = "certify asks for a replay" if self.certify else f"it contains {', '.join(hazards)}"
             row.note(f"{what}; running the module again (recompute='call') is not chosen by itself because {why}.")
             return
         self._runs_again = True

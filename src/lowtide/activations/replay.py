@@ -138,7 +138,10 @@ def resident(tape: Tape, value: Value) -> Tensor | None:
     if value.held is not None:
         return tape.check_held(value)
     if value.swap is not None:
-        return value.swap.bring_back(tape.name)
+        base = value.swap.bring_back(tape.name)
+        # A copy that several regions share looks as the first of them saw it.
+        layout = value.base_layout
+        return base if layout is None or same_layout(base, layout) else rebuild(base, layout)
     return None
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from lowtide import _torch
+from lowtide.activations.certify import checksum
 from lowtide.activations.tape import Tape
 from lowtide.activations.values import LEAF, Value
 from lowtide.policy import CheckpointPolicy, Fate, fate_of
@@ -57,6 +58,9 @@ def stow(tape: Tape, row: RegionRow, needed: Iterable[Value] | None) -> Storage 
             continue  # poisoned at the end of the region, or a plain error of the user's: never copied
         value.swap = manager.adopt(held, tape.name)
         value.swap.must |= value.answer is CheckpointPolicy.MUST_SWAP
+        if tape.certify and not tape.recording:
+            # Nothing is replayed here: what is proved is that the bytes come back as they left.
+            value.swap.certify(checksum)
         value.held = None
         row.swapped_bytes += nbytes
         storage.swap(value.swap)

@@ -65,6 +65,7 @@ class Tape:
         "last_reader",
         "lock",
         "module",
+        "moves_state",
         "muted",
         "name",
         "nodes",
@@ -112,6 +113,7 @@ class Tape:
         self.module: Any = None  # weak reference to the wrapped module: its buffers never move
         self.on_backward: Visit | None = None  # told once when backward first reaches this tape
         self.copied_bytes = 0
+        self.moves_state: str | None = None  # what a second run of the Python would move twice
 
     # ---- values -------------------------------------------------------------------------------
 
@@ -223,7 +225,7 @@ class Tape:
             self.packed.append(value)
         value.live += 1
         value.pending += 1
-        if self.certify:
+        if self.certify and self.recording:
             self._certify(handle, tensor)
         if self.unlaunched_bytes > self.spill_bytes:
             self.spill(self)

@@ -9,13 +9,13 @@ else holds the storage keeps it, and that is counted, not fought.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lowtide import _torch
-from lowtide.errors import ModifiedError, StateError, explain
+from lowtide.errors import CertifyError, ModifiedError, StateError, explain
 from lowtide.storage import Layout, layout_of, rebuild, whole
 
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ class SwapTensor:
     __slots__ = (
         "__weakref__",
         "_carrier",
+        "_checksum",
         "_in",
         "_out",
         "_slot",
-        "_source_version",
         "_state",
         "_val",
         "_version",
@@ -71,6 +71,7 @@ class SwapTensor:
         "nbytes",
         "offloaded_once",
         "owners",
+        "source_version",
         "visit",
     )
 
@@ -92,16 +93,36 @@ class SwapTensor:
         self._slot: Any = None
         self._out: Copy | None = None
         self._in: Copy | None = None
-        self._source_version = tensor._version
+        self.source_version = tensor._version
         # Pins the address of the source for as long as we may be asked whether we move it.
         self._weak_storage = _torch.take_weak_storage(tensor.untyped_storage())
+        self._checksum: tuple[Callable[[Tensor], Tensor], Tensor] | None = None
         self.must = False  # a MUST_SWAP asked for it
         self.visit: Any = None  # the schedule's visit, told when backward first needs this tensor
+
+    def certify(self, checksum: Callable[[Tensor], Tensor]) -> None:
+        """Compare the bytes that come back with those that are here now."""
+        self._checksum = (checksum, checksum(whole(self.get_val())))
+
+    def _verify(self) -> None:
+        if self._checksum is None:
+            return
+        checksum, expected = self._checksum
+        if not torch.equal(checksum(whole(self.get_val())), expected):
+            raise CertifyError(
+                explain(
+                    "a swapped tensor came back with other bits",
+                    expected="the bytes that left",
+                    got=f"a {tuple(self.layout.size)} {self.layout.dtype} tensor with another checksum",
+                    where=self.name,
+                    remedy="Something wrote to it unseen before it left, or the lower tier is faulty.",
+                )
+            )
 
     def shares(self, tensor: Tensor) -> bool:
         """Whether this moves the very bytes that ``tensor`` shows now."""
         same = tensor.untyped_storage()._cdata == self._weak_storage
-        return same and self.owners > 0 and tensor._version == self._source_version
+        return same and self.owners > 0 and tensor._version == self.source_version
 
     def remember_holder(self) -> None:
         """Somebody else holds our source: do not move it again while it lives."""
@@ -189,6 +210,7 @@ class SwapTensor:
             launch_load([self])
         if self._state is SwapState.H2D:
             self.wait_load()
+            self._verify()
         return self.get_val()
 
     def leave_device(self) -> bool:

@@ -1,0 +1,1 @@
+"""Tests of the tape, the wrappers and their call mode."""

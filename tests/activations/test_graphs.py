@@ -1,0 +1,517 @@
+"""What autograd may do with a graph beside one backward, and the pitfalls that the first tapes fell into.
+
+Law: retained, partial, double, nested, interleaved and failing backwards give
+plain autograd's bits, run each node once per backward, and leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowtide
+from lowtide import CheckpointPolicy, SwapManager, checkpoint_wrapper, save_ops, swap_wrapper
+from lowtide.activations.tape import Tape
+
+from .kit import Operators, alive, backward_operators, no_collector, recompute, results, same
+
+N = 8
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(N, N)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return F.dropout((x.exp() * x.tanh()).softmax(-1), 0.2) * x.sin()
+
+
+def _random_answers(ctx: object, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Some operators kept, some moved, some computed again; the same in every run."""
+    return list(CheckpointPolicy)[len(str(op)) % 6]
+
+
+WRAPS: dict[str, Callable[[Any], Any]] = {
+    "recompute": recompute,
+    "mixed": lambda f: recompute(f, policy_fn=_random_answers, swap_inputs=True),
+    "swap": swap_wrapper,
+}
+
+
+@pytest.fixture(params=WRAPS)
+def wrap(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    """Each way to treat activations, with a group that moves what may move."""
+    SwapManager().configure(min_bytes=0)
+    SwapManager().set_current_group_name("all")
+    return WRAPS[request.param]
+
+
+def both(wrap: Callable[[Any], Any], action: Callable[[Any], Any], fn: Callable[..., Any]) -> None:
+    """``action`` gives the same tensors with ``fn`` and with the wrapped one."""
+    seen = []
+    for call in (fn, wrap(fn)):
+        torch.manual_seed(1)
+        seen.append([*action(call), torch.get_rng_state()])
+    assert same(*seen)
+
+
+# ---- more than one backward ------------------------------------------------------------------------
+
+
+def test_a_retained_graph_runs_each_node_once_per_backward(x: Tensor) -> None:
+    out = recompute(_wide)(x.requires_grad_()).sum()
+    counts = []
+    for retain in (True, True, False):
+        with Operators() as operators:
+            out.backward(retain_graph=retain)
+        counts.append(operators.of("exp", "tanh", "_softmax", "bernoulli_", "sin"))
+    # exp, tanh and the softmax; the dropped mask's draw; sin only in its own derivative
+    assert counts == [counts[0]] * 3
+    assert counts[0] == sum(backward_operators(recompute(_wide), x)[o] for o in ("exp", "tanh", "_softmax", "sin")) + 1
+
+
+def test_retained_graphs_give_the_sum(wrap: Any, x: Tensor) -> None:
+    def action(call: Any) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        out = call(leaf).sum()
+        for retain in (True, True, False):
+            out.backward(retain_graph=retain)
+        return [leaf.grad]
+
+    both(wrap, action, _wide)
+
+
+class ReadsTwice(torch.autograd.Function):
+    """A Python node that asks for its saved tensors twice, with a recompute of others in between."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        first = [t.clone() for t in ctx.saved_tensors]
+        second = ctx.saved_tensors
+        assert all(torch.equal(f, s) for f, s in zip(first, second, strict=True))
+        return grad * second[1], grad * second[0]
+
+
+def test_saved_tensors_may_be_read_twice_by_a_python_node(wrap: Any, x: Tensor) -> None:
+    def action(call: Any) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        call(leaf).sum().backward()
+        return [leaf.grad]
+
+    both(wrap, action, lambda x: ReadsTwice.apply(ReadsTwice.apply(x.exp(), x.sin()), x.tanh() * 2).cos())
+
+
+def test_saved_tensors_may_be_looked_at_before_backward(wrap: Any, x: Tensor) -> None:
+    def action(call: Any) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        out = call(leaf)
+        looked = [out.grad_fn._saved_self.clone() for _ in range(2)]
+        out.sum().backward()
+        return [*looked, leaf.grad]
+
+    both(wrap, action, lambda x: (x.exp() * 2).sin())
+
+
+def test_a_partial_backward_runs_only_what_its_branch_needs(x: Tensor) -> None:
+    wrapped = recompute(lambda x: ((x * 2).exp().sin(), (x * 3).tanh().cos()))
+    leaf = x.requires_grad_()
+    first, second = wrapped(leaf)
+    with Operators() as operators:
+        torch.autograd.grad(first.sum(), leaf)
+    assert (operators.of("exp"), operators.of("tanh")) == (1, 0)
+    with Operators() as operators:
+        torch.autograd.grad(second.sum(), leaf)
+    assert (operators.of("exp"), operators.of("tanh")) == (0, 1)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_branch_by_branch_with_a_shared_trunk(order: tuple[int, ...], wrap: Any, x: Tensor) -> None:
+    def branches(x: Tensor) -> tuple[Tensor, ...]:
+        trunk = F.dropout(x.exp(), 0.2).softmax(-1)
+        return trunk.sin() * x, trunk.tanh().mul(2).exp(), trunk.cumsum(0) * trunk
+
+    def action(call: Any) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        outs = call(leaf)
+        return [torch.autograd.grad(outs[k].sum(), leaf, retain_graph=k != order[-1])[0] for k in order]
+
+    both(wrap, action, branches)
+
+
+def test_double_backward(wrap: Any, x: Tensor) -> None:
+    def action(call: Any) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(call(leaf).square().sum(), leaf, create_graph=True)
+        (second,) = torch.autograd.grad((first * first.detach().cos()).sum(), leaf, create_graph=True)
+        second.square().sum().backward()
+        return [first.detach(), second.detach(), leaf.grad]
+
+    both(wrap, action, _wide)
+
+
+def test_gradient_penalty_inside_the_regions_own_forward(wrap: Any, x: Tensor) -> None:
+    weight = torch.randn(N, N)
+
+    def penalised(x: Tensor) -> Tensor:
+        h = F.dropout(x @ weight, 0.1).tanh().exp()
+        (grad,) = torch.autograd.grad(h.sum(), x, create_graph=True)
+        return h * grad.square().sum() + x.sin()
+
+    def action(call: Any) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        out = call(leaf.sin())
+        out.sum().backward()
+        return [out.detach(), leaf.grad]
+
+    both(wrap, action, penalised)
+
+
+# ---- several threads and micro-batches ---------------------------------------------------------------
+
+
+def _in_thread(fn: Callable[[], None]) -> None:
+    failed: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            fn()
+        except BaseException as error:  # noqa: BLE001 - handed to the test
+            failed.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+def test_backward_from_another_thread(wrap: Any, x: Tensor) -> None:
+    def action(call: Any) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        out = call(call(leaf)).sum()
+        _in_thread(out.backward)
+        return [leaf.grad]
+
+    both(wrap, action, _wide)
+
+
+def test_forward_in_two_threads_at_once(wrap: Any, x: Tensor) -> None:
+    want: dict[int, Tensor] = {}
+    got: dict[int, Tensor] = {}
+    barrier = threading.Barrier(2)
+
+    def fn(x: Tensor) -> Tensor:
+        return (x.exp() * 0.1).sin() * x.tanh()
+
+    def train(call: Any, seed: int, store: dict[int, Tensor], *, together: bool) -> None:
+        leaf = (x * seed).requires_grad_()
+        for _ in range(5):
+            if together:
+                barrier.wait(timeout=30)
+            call(call(leaf)).sum().backward()
+        assert leaf.grad is not None
+        store[seed] = leaf.grad
+
+    for seed in (1, 2):
+        train(fn, seed, want, together=False)
+    wrapped = wrap(fn)
+    failed: list[BaseException] = []
+
+    def body(seed: int) -> None:
+        try:
+            train(wrapped, seed, got, together=True)
+        except BaseException as error:  # noqa: BLE001 - handed to the test
+            failed.append(error)
+
+    threads = [threading.Thread(target=body, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+    assert all(torch.equal(want[seed], got[seed]) for seed in (1, 2))
+
+
+@pytest.mark.parametrize("order", ["1f1b", "first in first out", "all then all"])
+def test_micro_batches_interleaved(order: str) -> None:
+    SwapManager().configure(min_bytes=0)
+    plans = {
+        "1f1b": ["f0", "f1", "b0", "f2", "b1", "b2"],
+        "first in first out": ["f0", "f1", "b0", "b1", "f2", "b2"],
+        "all then all": ["f0", "f1", "f2", "b2", "b1", "b0"],
+    }
+
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.Linear(N, N), nn.GELU(), nn.Dropout(0.1), nn.Linear(N, N))
+
+    seen = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[layer() for _ in range(4)])
+        if wrapped:
+            for index, part in enumerate(model):
+                if index % 2:
+                    swap_wrapper(part)
+                else:
+                    checkpoint_wrapper(part, lowtide.swap_matmuls_and_attention(), swap_inputs=True)
+            lowtide.auto(model)
+        batches = [torch.randn(3, N) for _ in range(3)]
+        losses: dict[str, Tensor] = {}
+        for what, number in plans[order]:
+            if what == "f":
+                losses[number] = model(batches[int(number)]).square().sum()
+            else:
+                losses.pop(number).backward()
+        seen.append([p.grad for p in model.parameters()])
+    assert same(*seen)
+    assert SwapManager().lower_bytes() == 0
+
+
+# ---- things that go wrong -------------------------------------------------------------------------------
+
+
+def _installed() -> tuple[int, bool, int, int]:
+    """What a region could leave behind: modes, hooks, tapes, threads."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return torch._C._len_torch_dispatch_stack(), hooks, alive(), threading.active_count()
+
+
+def _open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize("where", ["first", "middle", "nested", "function"])
+def test_an_exception_in_forward_leaves_nothing_behind(where: str, x: Tensor) -> None:
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            raise ValueError("mine")
+
+    def fail(h: Tensor) -> Tensor:
+        raise ValueError("mine")
+
+    inner = recompute(lambda h: fail(h.sin().cos()))
+    lowtide.pure(Raises)
+    bodies: dict[str, Callable[[Tensor], Tensor]] = {
+        "first": fail,
+        "middle": lambda x: fail(x.exp().tanh() * x),
+        "nested": lambda x: inner(x.exp()) * 2,
+        "function": lambda x: Raises.apply(x.exp()) * 2,
+    }
+    SwapManager().configure(min_bytes=0)
+
+    def step(body: Callable[[Tensor], Tensor]) -> None:
+        model = nn.Sequential(*[swap_wrapper(nn.Sequential(nn.Linear(N, N), nn.Tanh())) for _ in range(3)])
+        lowtide.auto(model)
+        recompute(body)(model(x.clone().requires_grad_())).sum().backward()
+
+    step(lambda x: x.sin())  # threads and the spill file of the tier are there, as in any later step
+    files = _open_files()
+    with no_collector():
+        before = _installed()
+        for _ in range(2):
+            with pytest.raises(ValueError, match="mine"):
+                step(bodies[where])
+        assert SwapManager().lower_bytes() == 0
+        assert _installed() == before
+    assert _open_files() <= files
+    step(lambda x: x.sin())
+
+
+def test_an_exception_in_the_only_step_leaves_no_thread_and_no_file() -> None:
+    """A process that never swaps anything has no spill file, whatever it raises."""
+    program = (
+        "import os, threading, torch, lowtide\n"
+        "def fn(x):\n"
+        "    raise ValueError(x.exp().sum())\n"
+        "def files():\n"
+        "    return sorted(os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd')[:-1])\n"
+        "before, threads = files(), threading.active_count()\n"
+        "for wrap in (lowtide.checkpoint_wrapper, lowtide.swap_wrapper):\n"
+        "    try:\n"
+        "        wrap(fn)(torch.ones(3, requires_grad=True))\n"
+        "    except ValueError:\n"
+        "        pass\n"
+        "assert files() == before and threading.active_count() == threads\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+class RaisesInBackward(torch.autograd.Function):
+    armed = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if RaisesInBackward.armed:
+            raise ValueError("mine")
+        return grad
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_backward_that_raises_in_the_middle_and_the_steps_after_it(
+    retain: bool,  # noqa: FBT001
+    wrap: Any,
+    x: Tensor,
+) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return RaisesInBackward.apply(_wide(x).exp()).sin() * x
+
+    def action(call: Any) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        out = call(leaf).sum()
+        RaisesInBackward.armed = True
+        with pytest.raises(ValueError, match="mine"):
+            out.backward(retain_graph=retain)
+        RaisesInBackward.armed = False
+        grads = []
+        if retain:
+            out.backward()
+            grads.append(leaf.grad.clone())
+        leaf.grad = None
+        call(leaf).sum().backward()
+        return [*grads, leaf.grad]
+
+    both(wrap, action, fn)
+
+
+def test_evaluation_between_steps_leaves_nothing(wrap: Any) -> None:
+    model = nn.Sequential(*[wrap(nn.Sequential(nn.Linear(N, N), nn.Tanh())) for _ in range(3)])
+    lowtide.auto(model)
+    x = torch.randn(3, N)
+    model(x).sum().backward()
+    counts = [row.calls for row in lowtide.report(model).rows]
+    moved = SwapManager().traffic.out_bytes
+    with no_collector():
+        before = alive()
+        with torch.no_grad():
+            quiet = model(x)
+        with torch.inference_mode():
+            assert torch.equal(model(x), quiet)
+        assert alive() == before
+    assert SwapManager().traffic.out_bytes == moved
+    assert [row.calls for row in lowtide.report(model).rows] == counts
+    assert torch.equal(model(x), quiet)
+
+
+# ---- pitfalls of the first tapes ---------------------------------------------------------------------------
+
+
+def test_pitfall_1_version_counters_are_not_per_storage() -> None:
+    """``unsafe_split`` and ``_unsafe_view`` give aliases with counters of their own, and a GRU writes to them."""
+    gru = nn.GRU(N, N, num_layers=2, dropout=0.3, batch_first=True)
+    inputs = torch.randn(2, 5, N)
+    assert same(results(lambda x: gru(x)[0], inputs), results(recompute(lambda x: gru(x)[0]), inputs))
+
+    def split(x: Tensor) -> Tensor:
+        a, b = torch.ops.aten.unsafe_split(x * 1.5, N // 2)
+        return a.sigmoid_() * b.tanh_() + a * 2
+
+    def data(x: Tensor) -> Tensor:
+        h = x.detach().exp()
+        h.data.mul_(2)
+        h.detach().add_(1)
+        return x.sin() * h
+
+    for fn in (split, data):
+        assert same(results(fn, inputs[0, :4].repeat(2, 1)), results(recompute(fn), inputs[0, :4].repeat(2, 1)))
+
+
+def test_pitfall_2_the_counter_of_an_in_place_result_moves_after_its_operator(x: Tensor) -> None:
+    """A result kept right after the write must not look modified, and a later one must."""
+
+    def fn(x: Tensor) -> Tensor:
+        return (x * 2).exp_().sin() * 2
+
+    wrapped = recompute(fn, policy_fn=save_ops("aten.exp_"))
+    assert same(results(fn, x), results(wrapped, x))
+    assert backward_operators(wrapped, x)["exp_"] == 0
+
+
+def test_pitfall_3_a_region_is_no_cycle(x: Tensor) -> None:
+    """Holding an output with its history beyond the region would keep the graph alive for good."""
+    wrapped = recompute(lambda x: (x.exp() * 2).sin(), policy_fn=lambda *_a, **_k: CheckpointPolicy.MUST_SAVE)
+    with no_collector():
+        out = wrapped(x.requires_grad_())
+        handle = alive(Tape)
+        del out
+        assert alive(Tape) == handle - 1
+
+
+def test_pitfall_4_lazy_bits_of_inputs_and_intermediates() -> None:
+    z = torch.randn(N, N, dtype=torch.complex64)
+
+    def fn(z: Tensor) -> Tensor:
+        c = torch.fft.fft(z).conj()
+        return (c * z).imag.exp() + c.mT.conj().real.sin() + (c @ z.conj()).imag
+
+    assert same(results(fn, z.conj()), results(recompute(fn), z.conj()))
+    kept = recompute(fn, policy_fn=lambda *_a, **_k: CheckpointPolicy.MUST_SAVE)
+    assert same(results(fn, z), results(kept, z))
+
+
+def test_pitfall_6_the_first_region_of_a_process_dies_too() -> None:
+    """The first call of a dispatch mode imports dynamo lazily, and that import would keep the first tape alive."""
+    program = (
+        "import gc, torch, lowtide\n"
+        "from lowtide.activations.tape import Tape\n"
+        "gc.disable()\n"
+        "lowtide.checkpoint_wrapper(lambda x: x.exp().sin())(torch.ones(3, requires_grad=True)).sum().backward()\n"
+        "assert not [t for t in gc.get_objects() if type(t) is Tape]\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_pitfall_9_buffers_cost_copies_but_stay_right() -> None:
+    """A region that reads and then moves its own running state, again and again."""
+
+    class Averages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(N))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = (x - self.mean).tanh()
+                with torch.no_grad():
+                    self.mean.mul_(0.9).add_(x.mean(0) * 0.1)
+            return x * self.mean
+
+    plain, other = Averages(), checkpoint_wrapper(Averages(), recompute="replay")
+    x = torch.randn(N, N)
+    assert same(results(plain, x), results(other, x))
+    assert torch.equal(plain.mean, other.mean)
+
+
+def test_pitfall_10_regions_and_checkpoint_inside_of_each_other(x: Tensor) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    inner = recompute(_wide)
+    outer = recompute(lambda x: checkpoint(_wide, x.tanh(), use_reentrant=False) * 2)
+    want = results(lambda x: _wide(x.tanh()) * 2, x)
+    assert same(want, results(outer, x))
+    assert same(want, results(lambda x: checkpoint(lambda h: inner(h.tanh()) * 2, x, use_reentrant=False), x))
+    assert same(want, results(recompute(lambda x: inner(x.tanh()) * 2), x))

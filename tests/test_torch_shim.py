@@ -1,0 +1,251 @@
+"""Every private name of torch that lowtide uses exists and does what ``lowtide._torch`` says of it."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import lowtide
+from lowtide import _torch
+
+SOURCE = Path(lowtide.__file__).parent
+
+
+def test_every_name_of_the_shim_exists_and_is_listed() -> None:
+    assert all(hasattr(_torch, name) for name in _torch.__all__)
+    tree = ast.parse((SOURCE / "_torch.py").read_text(encoding="utf-8"))
+    defined = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    assert defined <= set(_torch.__all__)
+
+
+# Attributes of tensors, storages and operators that are private by name and have been there since torch 1.
+_OF_OBJECTS = {
+    "_base",
+    "_c",
+    "_cdata",
+    "_is_view",
+    "_overload_name",
+    "_qualified_op_name",
+    "_schema",
+    "_version",
+}
+
+
+def test_private_names_of_torch_are_used_nowhere_else() -> None:
+    found: list[str] = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        if path.name == "_torch.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                root: Any = node.value
+                while isinstance(root, ast.Attribute):
+                    root = root.value
+                if isinstance(root, ast.Name) and root.id == "torch" and node.attr not in _OF_OBJECTS:
+                    found.append(f"{path.relative_to(SOURCE)}: {ast.unparse(node)}")
+    allowed = {"torch._ops", "torch.nn.modules.batchnorm._BatchNorm"}
+    names = {one.split(": ")[1] for one in found}
+    assert not {name for name in names - allowed if not name.startswith("torch.ops.")}, found
+
+
+class Counts(_torch.DispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_operators_and_costs_no_wrapper() -> None:
+    mode = Counts()
+    with mode:
+        torch.ones(2).sin()
+    assert "aten.sin.default" in mode.seen
+    assert not Counts._should_skip_dynamo()
+    assert Counts.ignore_compile_internals()
+    # torch asks for these very names.
+    base = torch.utils._python_dispatch.TorchDispatchMode
+    assert hasattr(base, "_should_skip_dynamo")
+    assert hasattr(base, "ignore_compile_internals")
+
+
+def test_no_dispatch_hides_the_body_from_every_mode() -> None:
+    mode = Counts()
+    with mode, _torch.no_dispatch():
+        torch.ones(2).sin()
+    assert not mode.seen
+
+
+def test_no_autocast_hides_autocast() -> None:
+    a = torch.ones(2, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (a @ a).dtype is torch.bfloat16
+        with _torch.no_autocast():
+            assert (a @ a).dtype is torch.float32
+
+
+def test_the_key_of_a_storage_is_its_identity() -> None:
+    a = torch.zeros(4)
+    assert _torch.storage_key(a) == _torch.storage_key(a[1:].view(3, 1)) == a.untyped_storage()._cdata
+    assert _torch.storage_key(a) != _torch.storage_key(a.clone())
+
+
+def test_a_weak_storage_pins_the_address_and_not_the_bytes() -> None:
+    a = torch.zeros(1 << 20)
+    pin = _torch.take_weak_storage(a.untyped_storage())
+    assert pin == _torch.storage_key(a)
+    assert not _torch.weak_storage_is_dead(pin)
+    again = _torch.pin_again(pin)
+    assert again == pin
+    del a
+    assert _torch.weak_storage_is_dead(pin)
+    others = [torch.zeros(1) for _ in range(1000)]
+    assert pin not in {_torch.storage_key(other) for other in others}, "a pinned address was reused"
+    _torch.free_weak_storage(pin)
+    assert _torch.weak_storage_is_dead(again), "one pin of two was given back"
+    assert _torch.pin_again(again) == again  # even of a dead one
+    _torch.free_weak_storage(again)
+
+
+def test_a_transform_of_torch_func_is_seen() -> None:
+    seen: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(_torch.any_functorch_transform())
+        return x
+
+    look(torch.ones(1))
+    torch.func.vmap(look)(torch.ones(2, 1))
+    assert seen == [False, True]
+
+
+def test_the_pack_hook_of_now_is_seen() -> None:
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    assert _torch.current_saved_tensor_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        assert _torch.current_saved_tensor_hooks() is pack
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, pack):
+            assert _torch.current_saved_tensor_hooks() is not pack
+    assert _torch.current_saved_tensor_hooks() is None
+
+
+class Asks(torch.autograd.Function):
+    """Looks around in its backward."""
+
+    seen: list[Any] = []  # noqa: RUF012 - emptied by each test
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Asks.seen.append(
+            (
+                _torch.autograd_keeps_graph(),
+                _torch.current_backward(),
+                _torch.current_python_node() is ctx,
+            )
+        )
+        _torch.queue_after_backward(lambda: Asks.seen.append("after"))
+        return grad
+
+
+def test_the_running_backward_is_known_and_numbered() -> None:
+    Asks.seen.clear()
+    assert _torch.current_backward() == _torch.NO_BACKWARD
+    assert _torch.current_python_node() is None
+    x = torch.ones(2, requires_grad=True)
+    out = Asks.apply(Asks.apply(x)).sum()
+    out.backward(retain_graph=True)
+    out.backward()
+    first, second, after, after_too, *rest = Asks.seen
+    assert after == after_too == "after", "the callback ran before the backward had ended"
+    assert first == second
+    keeps, number, is_node = first
+    assert keeps is True and number != _torch.NO_BACKWARD and is_node
+    assert rest[0][0] is False and rest[0][1] != number
+    assert _torch.current_backward() == _torch.NO_BACKWARD
+
+
+def test_a_node_of_torchs_own_is_no_python_node() -> None:
+    seen: list[Any] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    y.grad_fn.register_prehook(lambda _: seen.append(_torch.current_python_node()))
+    y.sum().backward()
+    assert seen == [None]
+
+
+def test_function_apply_arrives_at_the_single_level_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert issubclass(torch.autograd.Function, _torch.SingleLevelFunction)
+    bound = Asks.apply  # before the patch, as user code binds it at import
+    seen: list[Any] = []
+    original = _torch.SingleLevelFunction.__dict__["apply"]
+
+    def spy(cls: Any, *args: Any) -> Any:
+        seen.append(cls)
+        return original.__get__(None, cls)(*args)
+
+    monkeypatch.setattr(_torch.SingleLevelFunction, "apply", classmethod(spy))
+    bound(torch.ones(1))
+    assert seen == [Asks]
+
+
+def test_the_direct_call_of_an_overload_is_the_operator() -> None:
+    a, b = torch.randn(3, 3), torch.randn(3, 3)
+    call = _torch.direct_call(torch.ops.aten.mm.default)
+    assert torch.equal(call(a, b), a @ b)
+    mode = Counts()
+    with mode:
+        call(a, b)
+    assert mode.seen == ["aten.mm.default"]
+
+
+def test_lazy_bits_are_set_on_a_view() -> None:
+    z = torch.randn(3, dtype=torch.complex64)
+    assert torch.equal(_torch.conjugate_view(z, conjugate=True, negative=False), z.conj())
+    both = _torch.conjugate_view(z, conjugate=True, negative=True)
+    assert both.is_conj() and both.is_neg() and both.data_ptr() == z.data_ptr()
+    assert torch.equal(both, -z.conj())
+    assert _torch.conjugate_view(z, conjugate=False, negative=False) is z
+
+
+def test_tensors_without_data_are_known_by_type() -> None:
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.ones(2))
+    assert isinstance(fake, _torch.TRACING_TYPES)
+    assert not isinstance(torch.ones(2), _torch.TRACING_TYPES)
+
+
+def test_a_subclass_that_can_be_taken_apart_is_known() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    assert _torch.is_traceable_subclass(TwoTensor(torch.ones(2), torch.ones(2)))
+    assert not _torch.is_traceable_subclass(torch.nn.Parameter(torch.ones(2)))
+
+
+def test_a_mode_dies_with_its_last_reference() -> None:
+    mode = Counts()
+    with mode:
+        torch.ones(1).sin()
+    reference = weakref.ref(mode)
+    gc.disable()
+    try:
+        del mode
+        assert reference() is None
+    finally:
+        gc.enable()
