@@ -165,7 +165,8 @@ class _ForwardContext(_torch.DispatchMode):
         storage.row = self._row
         for name, cached in list(memory.cached.items()):
             kept = [item for item in cached.items if isinstance(item, _Kept)]
-            if not all([item.settle() for item in kept]):
+            unchanged = [item.settle() for item in kept]
+            if not all(unchanged):
                 del memory.cached[name]
                 continue
             for item in kept:
