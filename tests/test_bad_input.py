@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide import CheckpointPolicy, SwapManager, checkpoint_wrapper, swap_wrapper
+from lowtide import CheckpointPolicy, SwapManager, SwapState, SwapTensor, checkpoint_wrapper, swap_wrapper
 from lowtide.errors import (
     CapacityError,
     LowtideError,
@@ -276,6 +276,24 @@ def test_a_disk_that_is_full_in_mid_step(writes: int, monkeypatch: pytest.Monkey
         _forward(training).backward()
 
     trains_on_after(wrong, TierError, str(tmp_path), "bytes", "swap less", mend=lambda _: free[0]())
+
+
+def test_a_tensor_whose_copy_failed_stays_on_the_device_and_may_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randn(100)
+    swap = SwapTensor(tensor.clone())
+    free = _full_after(0, monkeypatch)
+    swap.async_offload()
+    with pytest.raises(TierError, match=r"full|room"):
+        swap.wait_offload()
+    assert swap.state is SwapState.DEVICE
+    assert torch.equal(swap.get_val(), tensor)
+    assert SwapManager().lower_bytes() == 0
+    free()
+    swap.async_offload()
+    swap.wait_offload()
+    swap.async_load()
+    swap.wait_load()
+    assert torch.equal(swap.get_val(), tensor)
 
 
 def test_a_host_budget_too_small_for_what_must_move() -> None:

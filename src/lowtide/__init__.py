@@ -70,7 +70,7 @@ def report(model: torch.nn.Module) -> Report:
     >>> import torch, lowtide
     >>> model = torch.nn.Sequential(lowtide.checkpoint_wrapper(torch.nn.Linear(4, 4)))
     >>> model(torch.ones(2, 4)).sum().backward()
-    >>> [row.name for row in lowtide.report(model).rows]
-    ['0']
+    >>> lowtide.report(model).rows[0].name
+    '0'
     """
     return build(regions_of(model))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -21,12 +22,13 @@ from lowtide import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
     SwapManager,
+    SwapTensor,
     checkpoint_wrapper,
     create_selective_checkpoint_contexts,
 )
-from lowtide.errors import LowtideWarning, PolicyError, WrapError
+from lowtide.errors import LowtideWarning, PolicyError, ReplayError, WrapError
 
-from .kit import Operators, alive, no_collector, results, row_of, same
+from .kit import Operators, alive, no_collector, results, row_of, same, unseen
 
 N = 32
 
@@ -79,6 +81,9 @@ def test_a_swapped_output_leaves_and_comes_back(x: Tensor) -> None:
     manager.launch_offload("pair")
     manager.wait_offload("pair")
     assert manager.lower_bytes() == 2 * N * N * 4
+    moved = [thing for thing in gc.get_objects() if type(thing) is SwapTensor]
+    assert len(moved) == 2 and not any(tensor.held_elsewhere for tensor in moved), "the device's bytes are still there"
+    del moved
     manager.launch_load("pair")
     out.backward()
     assert manager.lower_bytes() == 0
@@ -96,9 +101,63 @@ def test_the_policy_is_asked_in_forward_only(x: Tensor) -> None:
     assert asked[True] == 0 < asked[False]
 
 
-def test_an_output_overwritten_within_the_region_is_computed_again(x: Tensor) -> None:
+@pytest.mark.parametrize("mode", ["call", "replay", "pair"])
+def test_a_kept_output_that_its_owner_overwrites_raises(mode: str, x: Tensor) -> None:
+    """Plain autograd never saved it, so it cannot tell: given back as it is now, it would be silently wrong."""
+    kept: list[Tensor] = []
+
     def body(x: Tensor) -> Tensor:
-        return (x @ x).add_(1).exp() * 2
+        h = x @ x
+        kept.append(h)
+        return (h + 1).exp().sin()
+
+    policy = lowtide.save_ops("aten.mm")
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    if mode == "pair":
+        out = checkpoint(body, x.requires_grad_(), use_reentrant=False, context_fn=contexts)
+    else:
+        out = checkpoint_wrapper(body, policy, recompute=mode)(x.requires_grad_())
+    kept[0].detach().add_(1)
+    with pytest.raises(ReplayError, match="modified"):
+        out.sum().backward()
+
+
+def test_what_the_second_run_does_not_come_to_is_let_go(x: Tensor) -> None:
+    """Torch stops running again once it has what backward needs: here before the last product."""
+    manager = SwapManager()
+    manager.configure(min_bytes=0)
+    manager.set_current_group_name("pair")
+    contexts = functools.partial(create_selective_checkpoint_contexts, lowtide.swap_ops("aten.mm"))
+    out = checkpoint(lambda x: x.exp().sin() @ x.tanh(), x.requires_grad_(), use_reentrant=False, context_fn=contexts)
+    manager.launch_offload("pair")
+    manager.wait_offload("pair")
+    assert manager.lower_bytes() > 0
+    out.sum().backward()
+    assert manager.lower_bytes() == 0
+
+
+def test_a_kept_random_operator_leaves_the_generator_where_it_was(x: Tensor) -> None:
+    def body(x: Tensor) -> Tensor:
+        h = x * torch.rand_like(x)
+        return F.dropout(h.exp(), 0.5).sin()
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, lowtide.save_ops("aten.rand_like"))
+    wrapped = lambda x: checkpoint(body, x, use_reentrant=False, context_fn=contexts)  # noqa: E731
+    assert same(results(body, x), results(wrapped, x))
+
+
+@pytest.mark.parametrize("through", ["itself", "data", "unseen"])
+def test_an_output_overwritten_within_the_region_is_computed_again(through: str, x: Tensor) -> None:
+    def body(x: Tensor) -> Tensor:
+        h = x @ x
+        if through == "itself":
+            h.add_(1)
+        elif through == "data":
+            h.data.add_(1)  # counts its versions apart
+        else:
+            with unseen():
+                h.add_(1)
+        return h.exp() * 2
 
     contexts = functools.partial(create_selective_checkpoint_contexts, lowtide.save_ops("aten.mm"))
     wrapped = lambda x: checkpoint(body, x, use_reentrant=False, context_fn=contexts)  # noqa: E731
@@ -244,6 +303,18 @@ class Opaque(nn.Module):
         return Hides.apply(self.more(x).sin())
 
 
+class Moves(nn.Module):
+    """Moves a state of its own with an operator, which a second run would move again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.ones(N))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return x * self.count
+
+
 @pytest.fixture
 def small_bytes_count() -> None:
     SwapManager().configure(min_bytes=0)
@@ -261,9 +332,9 @@ def test_auto_runs_an_opaque_layer_again_from_its_second_call_and_says_so(x: Ten
 
 
 @pytest.mark.usefixtures("small_bytes_count")
-@pytest.mark.parametrize("reason", ["BatchNorm", "certify", "replay"])
+@pytest.mark.parametrize("reason", ["BatchNorm", "writes outside", "certify", "replay"])
 def test_auto_does_not_run_again_what_would_change_the_training(reason: str, x: Tensor) -> None:
-    more = [nn.BatchNorm1d(N)] if reason == "BatchNorm" else []
+    more = {"BatchNorm": [nn.BatchNorm1d(N)], "writes outside": [Moves()]}.get(reason, [])
     options: dict[str, Any] = {"certify": {"certify": 1}, "replay": {"recompute": "replay"}}.get(reason, {})
     plain = Opaque(*copy.deepcopy(more))
     layer = checkpoint_wrapper(Opaque(*more), **options)

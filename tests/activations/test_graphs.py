@@ -23,7 +23,7 @@ import lowtide
 from lowtide import CheckpointPolicy, SwapManager, checkpoint_wrapper, save_ops, swap_wrapper
 from lowtide.activations.tape import Tape
 
-from .kit import Operators, alive, backward_operators, no_collector, recompute, results, same
+from .kit import Operators, alive, backward_operators, no_collector, recompute, results, row_of, same
 
 N = 8
 
@@ -180,6 +180,72 @@ def test_gradient_penalty_inside_the_regions_own_forward(wrap: Any, x: Tensor) -
         return [out.detach(), leaf.grad]
 
     both(wrap, action, penalised)
+
+
+def test_a_plain_gradient_inside_the_regions_own_forward(wrap: Any, x: Tensor) -> None:
+    """Without ``create_graph``: a value that it has used may be needed again by the backward to come."""
+    weight = torch.randn(N, N, requires_grad=True)
+
+    def guided(x: Tensor) -> Tensor:
+        h = (x * 2).exp()
+        (grad,) = torch.autograd.grad(h.sum(), x)
+        return h.detach() * weight + grad
+
+    def action(call: Any) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(call(leaf).square().sum(), weight)
+        return [grad]
+
+    both(wrap, action, guided)
+
+
+def test_a_policy_is_asked_once_though_the_open_region_replays(x: Tensor) -> None:
+    asked: list[str] = []
+
+    def policy(ctx: object, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        asked.append(op._schema.name)
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def penalised(x: Tensor) -> Tensor:
+        h = x.tan().exp() * 2
+        (grad,) = torch.autograd.grad(h.sum(), x, create_graph=True)
+        return h * grad.square().sum()
+
+    wrapped = recompute(penalised, policy_fn=policy)
+    wrapped(x.requires_grad_()).sum().backward()
+    assert not row_of(wrapped).refused, "the replay itself was recorded"
+    assert asked.count("aten::exp") == asked.count("aten::tan") == 1
+
+
+def test_a_backward_inside_of_a_backward_over_the_same_region(wrap: Any, x: Tensor) -> None:
+    def two(x: Tensor) -> tuple[Tensor, Tensor]:
+        trunk = F.dropout(x.exp(), 0.2).softmax(-1)
+        return trunk.sin() * x, trunk.tanh().mul(2).exp()
+
+    def action(call: Any) -> list[Tensor]:
+        inner: list[Tensor] = []
+        leaf = x.clone().requires_grad_()
+        first, second = call(leaf)
+        second.register_hook(lambda g: inner.append(torch.autograd.grad(first, leaf, g.cos(), retain_graph=True)[0]))
+        (first + second).sum().backward()
+        return [*inner, leaf.grad]
+
+    both(wrap, action, two)
+
+
+def test_branches_that_share_recorded_values_but_no_node_of_autograd(wrap: Any, x: Tensor) -> None:
+    """What the first one has used up becomes a leaf for the second: no graph was retained."""
+    weights = [torch.randn(N, N, requires_grad=True) for _ in range(2)]
+
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        h = x.detach().exp() * 2
+        return tuple(w * h for w in weights)
+
+    def action(call: Any) -> list[Tensor]:
+        outs = call(x)
+        return [torch.autograd.grad(out.sum(), weight)[0] for out, weight in zip(outs, weights, strict=True)]
+
+    both(wrap, action, fn)
 
 
 # ---- several threads and micro-batches ---------------------------------------------------------------
@@ -395,6 +461,37 @@ def test_a_backward_that_raises_in_the_middle_and_the_steps_after_it(
     both(wrap, action, fn)
 
 
+class SpoilsAndRaises(torch.autograd.Function):
+    """A backward that writes to what it has saved, and then gives up."""
+
+    armed = True
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        ctx.save_for_backward(h)
+        return h * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (h,) = ctx.saved_tensors
+        if SpoilsAndRaises.armed:
+            h.mul_(3)
+            raise ValueError("mine")
+        return grad * 2 * h
+
+
+def test_what_a_backward_that_raised_did_to_a_replayed_value_is_forgotten(x: Tensor) -> None:
+    leaf = x.requires_grad_()
+    out = recompute(lambda x: SpoilsAndRaises.apply((x * 3).exp()))(leaf).sum()
+    SpoilsAndRaises.armed = True
+    with pytest.raises(ValueError, match="mine"):
+        out.backward(retain_graph=True)
+    SpoilsAndRaises.armed = False
+    out.backward()
+    h = (leaf.detach() * 3).exp()
+    assert torch.equal(leaf.grad, torch.ones_like(h) * 2 * h * h * 3)
+
+
 def test_evaluation_between_steps_leaves_nothing(wrap: Any) -> None:
     model = nn.Sequential(*[wrap(nn.Sequential(nn.Linear(N, N), nn.Tanh())) for _ in range(3)])
     lowtide.auto(model)
@@ -433,7 +530,15 @@ def test_pitfall_1_version_counters_are_not_per_storage() -> None:
         h.detach().add_(1)
         return x.sin() * h
 
-    for fn in (split, data):
+    def view(x: Tensor) -> Tensor:
+        h = x.detach() * 2
+        torch.ops.aten._unsafe_view(h, (h.numel(),)).add_(1)
+        return x.sin() * h
+
+    followed = recompute(view)
+    results(followed, inputs[0])
+    assert row_of(followed).kept_bytes == inputs[0].nbytes, "a write through an undeclared alias was not followed"
+    for fn in (split, data, view):
         assert same(results(fn, inputs[0, :4].repeat(2, 1)), results(recompute(fn), inputs[0, :4].repeat(2, 1)))
 
 

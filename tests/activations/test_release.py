@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide import CheckpointPolicy, SwapManager, checkpoint_wrapper, save_ops, swap_wrapper
+from lowtide import CheckpointPolicy, SwapManager, SwapTensor, checkpoint_wrapper, save_ops, swap_wrapper
 from lowtide.activations.tape import Tape
+from lowtide.activations.values import Node
 from lowtide.errors import CertifyError, WrapError
 from lowtide.measure import memory_curve
 
@@ -169,6 +170,76 @@ def test_r16_a_value_dies_at_its_last_use_and_a_tape_with_its_last_handle() -> N
         # At the output of block k backward is done with all blocks after it, though it still runs itself.
         assert seen == [4, 3, 2, 1]
         assert alive(Tape) == before
+
+
+def test_r16_intermediates_of_a_replay_die_as_it_goes(x: Tensor) -> None:
+    def fn(x: Tensor) -> Tensor:
+        for _ in range(12):
+            x = x * 1.5  # saves nothing: only the replay holds it
+        return x.sin()
+
+    wrapped = recompute(fn)
+
+    def step() -> None:
+        wrapped(x).sum().backward()
+
+    x.requires_grad_()
+    step()
+    # The output; then the sum's gradient, its expansion and product, and two of the chain at a time.
+    assert memory_curve(step, warmup=1).peak_bytes <= 6 * BYTES
+
+
+def test_r16_a_tape_keeps_the_nodes_of_its_closure_only(x: Tensor) -> None:
+    def fn(x: Tensor) -> Tensor:
+        for _ in range(20):
+            x.tanh().exp().clamp(0, 1).floor()
+        return (x * 2).sin()
+
+    before = alive(Node)
+    with no_collector():
+        out = recompute(fn)(x.clone().requires_grad_())
+        assert alive(Node) - before == 1
+    del out
+
+
+def test_r16_a_value_whose_other_reader_was_dropped_dies_at_its_last_use_too(x: Tensor) -> None:
+    kept: list[Any] = []
+    freed: list[bool] = []
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        h = x.detach().exp()
+        kept.append(torch.multiprocessing.reductions.StorageWeakRef(h.untyped_storage()))
+        u = x.tanh()
+        assert u.grad_fn is not None
+        u.grad_fn.register_prehook(lambda _: freed.append(kept[0].expired()))
+        return u * h, u.sin() * h
+
+    first, second = recompute(fn, policy_fn=save_ops("aten.exp"))(x.requires_grad_())
+    del second
+    first.sum().backward()
+    assert freed == [True]
+
+
+def test_r16_swapped_values_that_came_back_die_at_their_last_use(x: Tensor) -> None:
+    manager = SwapManager()
+    manager.configure(min_bytes=0)
+    manager.set_current_group_name("g")
+    seen: list[int] = []
+
+    def resident() -> int:
+        return sum(type(t) is SwapTensor and t._val is not None for t in gc.get_objects())
+
+    def fn(x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = x.exp() * 0.1
+            x.register_hook(lambda _: seen.append(resident()))
+        return x
+
+    out = swap_wrapper(fn)(x.clone().requires_grad_())
+    for call in (manager.launch_offload, manager.wait_offload, manager.launch_load, manager.wait_load):
+        call("g")
+    out.sum().backward()
+    assert seen == [4, 3, 2, 1]
 
 
 def test_r16_what_a_kept_region_holds_is_given_back_as_backward_goes(x: Tensor) -> None:
@@ -388,7 +459,31 @@ def test_r17_random_numbers_autocast_and_lists_inside_a_function_come_out_the_sa
             b = Drops.apply(x.sin(), weight)[0].float()
         return a.float() + b + F.dropout(b, 0.5)
 
-    assert same(results(fn, x, x.t().contiguous()), results(recompute(fn), x, x.t().contiguous()))
+    wrapped = recompute(fn)
+    assert same(results(fn, x, x.t().contiguous()), results(wrapped, x, x.t().contiguous()))
+    assert not row_of(wrapped).refused, "a cast from autocast's cache came in unseen"
+
+
+def test_r17_a_discrete_output_of_a_function_is_kept(x: Tensor) -> None:
+    """R10 holds for Functions too: an index is never chosen twice."""
+
+    @lowtide.pure
+    class Best(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+            values, index = x.topk(3)
+            ctx.mark_non_differentiable(index)
+            return values, index
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor, _: Tensor) -> Tensor:
+            return torch.zeros(N, N)
+
+    def fn(x: Tensor) -> Tensor:
+        return x.sin().gather(1, Best.apply(x)[1])
+
+    assert same(results(fn, x), results(recompute(fn), x))
+    assert backward_operators(recompute(fn), x)["topk"] == 0
 
 
 def test_r17_a_function_that_saves_something_else_when_it_runs_again_raises(x: Tensor) -> None:

@@ -97,6 +97,33 @@ def test_r1_an_operator_declared_pure_is_run_again_instead_of_kept(x: Tensor) ->
     assert row_of(wrapped).kept_bytes == N * N * 4  # the input alone
 
 
+@torch.library.custom_op("lowtide_rules::cube", mutates_args=())
+def cube(x: Tensor) -> Tensor:
+    calls["cube"] += 1
+    return x**3
+
+
+def _save_input(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+cube.register_autograd(lambda ctx, grad: grad * 3 * ctx.saved_tensors[0] ** 2, setup_context=_save_input)
+
+
+def test_r1_a_custom_operator_with_a_derivative_is_kept_until_it_is_declared_pure(x: Tensor) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return cube(x.sin()).cos()
+
+    for runs in (1, 2):
+        calls.clear()
+        wrapped = recompute(fn)
+        got = results(wrapped, x)
+        assert calls["cube"] == runs
+        assert bool(row_of(wrapped).refused) == (runs == 1)
+        assert same(results(fn, x), got)
+        lowtide.pure(torch.ops.lowtide_rules.cube)
+
+
 def test_r1_operators_of_aten_are_run_again(x: Tensor) -> None:
     wrapped = recompute(lambda x: x.sin() * x.detach().exp())
     assert backward_operators(wrapped, x)["exp"] == 1
@@ -173,6 +200,14 @@ def test_r4_a_storage_that_is_resized_or_exchanged_is_kept(x: Tensor) -> None:
 
     assert_same_as_plain(fn, x)
 
+    def grows(x: Tensor) -> Tensor:
+        longer = x.detach().exp()
+        longer.resize_(2 * N, N)  # the same storage, with more bytes behind what an operator has made
+        longer.numpy()[N:] = 0.5
+        return x.sin() * longer[:N] + x.cos() * longer[N:]
+
+    assert_same_as_plain(grows, x)
+
 
 @pytest.fixture
 def one_process() -> Iterator[None]:
@@ -245,9 +280,9 @@ def test_r7_every_older_value_of_the_storage_is_copied_not_only_the_current_one(
 
     def external(x: Tensor, y: Tensor) -> Tensor:
         y = y.detach()
+        y.mul_(2)  # from here on y and y.data count their versions apart
         first = x.sin() * y.exp()
-        y.data.mul_(2)
-        second = x.cos() * y.exp()
+        second = x.cos() * y.data.exp()
         y.masked_fill_(mask, 0.5)
         return first + second + x.tanh() * y.exp()
 
@@ -290,6 +325,14 @@ def test_r8_a_write_that_nobody_saw_opens_a_new_leaf(x: Tensor) -> None:
 
     assert_same_as_plain(fn, x)
 
+    def read_by_an_operator(x: Tensor) -> Tensor:
+        y = x.detach() * 2
+        with unseen():
+            y.mul_(3)
+        return x.sin() * y.exp()
+
+    assert_same_as_plain(read_by_an_operator, x)
+
 
 def test_r8_a_held_value_changed_unseen_within_the_region_raises(x: Tensor) -> None:
     def fn(x: Tensor) -> Tensor:
@@ -308,10 +351,10 @@ def test_r8_a_held_value_changed_unseen_within_the_region_raises(x: Tensor) -> N
 
 
 def test_r8_a_held_value_changed_after_the_region_raises_as_in_plain_autograd(x: Tensor) -> None:
-    weight = torch.randn(N, N)
-    for wrap in (lambda f: f, recompute):
-        w = weight.clone()
-        out = wrap(lambda x, w=w: (x @ w).sin())(x.clone().requires_grad_())
+    bodies: list[Callable[[Tensor, Tensor], Tensor]] = [lambda x, w: (x @ w).sin(), lambda x, w: x * w]
+    for body, wrap in itertools.product(bodies, (lambda f: f, recompute)):
+        w = torch.randn(N, N)
+        out = wrap(lambda x, body=body, w=w: body(x, w))(x.clone().requires_grad_())
         w.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
@@ -457,7 +500,6 @@ def test_r13_a_buffer_that_was_handed_out_is_never_reused_for_a_write(x: Tensor)
 
 
 def test_r14_tensors_that_are_not_strided_pass_as_they_are(x: Tensor) -> None:
-    """An ``autograd.Function`` may save what has no storage."""
     sparse = torch.eye(N).to_sparse()
 
     class Masked(torch.autograd.Function):
@@ -473,6 +515,8 @@ def test_r14_tensors_that_are_not_strided_pass_as_they_are(x: Tensor) -> None:
             return torch.sparse.mm(saved, grad) * 2
 
     assert_same_as_plain(lambda x: Masked.apply(x.sin()).exp(), x)
+    assert_same_as_plain(lambda x: torch.sparse.mm(sparse, x.sin()).exp(), x)
+    assert_same_as_plain(lambda x: (x.sin().to_sparse() @ x).exp(), x)
 
 
 def test_r14_lazy_conjugate_and_negative_bits_come_back() -> None:

@@ -265,6 +265,8 @@ def test_unwrap_takes_a_layer_out_of_its_chain_and_its_learned_order(x: Tensor) 
     unwrap(layers[1])
     assert not any(manager.is_chained(layer) for layer in layers)
     assert isinstance(layers[0].__dict__["forward"], WrappedForward)  # its own region stays
+    layers[0](x).sum().backward()
+    assert (row_of(layers[0]).swapped_bytes, row_of(layers[0]).refused["no schedule"].count > 0) == (0, True)
     model = nn.Sequential(*layers)
     lowtide.auto(model)
     unwrap(model)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
 import torch
+
+from lowtide import SwapManager
+from lowtide.activations.tape import Tape
 
 from .campaign import SETTINGS, Setting, campaign, same
 from .functions import undeclared
@@ -20,6 +24,10 @@ def test_programs_equal_plain_autograd(setting: Setting) -> None:
     tally = campaign(SEEDS, settings=(setting,))
     assert not tally.broken, "\n".join(str(outcome) for outcome in tally.broken[:10])
     assert tally.counts["equal"] >= tally.programs // 2, tally.counts
+    # Nothing outlives its graph, however its backward ended: neither a tape nor bytes on the lower tier.
+    gc.collect()
+    assert not [o for o in gc.get_objects() if type(o) is Tape]
+    assert SwapManager().lower_bytes() == 0
 
 
 def test_fixed_seeds_reach_every_kind_and_ending() -> None:

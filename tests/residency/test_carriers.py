@@ -407,6 +407,26 @@ def test_nothing_is_read_before_its_copy_and_memory_is_freed_after_it(fake: Fake
     assert [event.waits for event in fake.events] == [1, 1]
 
 
+def test_every_verb_waits_by_itself_and_not_by_what_dies_with_it(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that dies unwaited waits too; here it must not need to."""
+    monkeypatch.delattr(copies._StreamCopy, "__del__")
+    for launches in (1, 2, 3, 4):
+        tensor = torch.randn(100)
+        swap = SwapTensor(tensor.clone())
+        swap.async_offload()
+        if launches > 1:
+            swap.wait_offload()
+        if launches > 2:
+            swap.async_load()
+        if launches > 3:
+            swap.wait_load()
+        assert torch.equal(swap.bring_back("here"), tensor)
+        assert not fake.queue
+    assert [event.waits for event in fake.events] == [event.copies for event in fake.events]
+
+
 def test_a_tensor_that_is_needed_while_it_leaves_or_comes_is_waited_for(fake: FakeDevice) -> None:
     tensor = torch.randn(100)
     for launches in (1, 2, 3):

@@ -67,8 +67,19 @@ def in_child(action: Callable[[], str]) -> str:
     return said
 
 
+_others: set[threading.Thread] = set()  # of graphs that other tests' peers leak (torch's failed recompute does)
+
+
+@pytest.fixture(autouse=True)
+def only_own_threads() -> None:
+    """Count from here: what ran before this test is not its affair."""
+    _others.clear()
+    _others.update(threading.enumerate())
+
+
 def file_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lowtide-file")]
+    own = set(threading.enumerate()) - _others
+    return [thread.name for thread in own if thread.name.startswith("lowtide-file")]
 
 
 def open_files() -> int:

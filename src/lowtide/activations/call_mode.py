@@ -162,7 +162,7 @@ class _ForwardContext(_torch.DispatchMode):
         """The region has ended: what is kept loses its history, what is to be swapped goes to the residency."""
         memory, manager = self._memory, SwapManager()
         storage = Storage(self._frame.name)
-        storage.row = self._row
+        storage.count_in(self._row)
         for name, cached in list(memory.cached.items()):
             kept = [item for item in cached.items if isinstance(item, _Kept)]
             unchanged = [item.settle() for item in kept]
@@ -191,7 +191,7 @@ class _ForwardContext(_torch.DispatchMode):
                 item.swap.must |= answer is CheckpointPolicy.MUST_SWAP
                 item.tensor = None
                 storage.swap(item.swap)
-                self._row.swapped_bytes += nbytes
+                self._row.kept_bytes += nbytes  # until its copy is launched
                 return
             self._row.refuse(refusal[0], nbytes, refusal[1])
         self._row.kept_bytes += nbytes

@@ -302,12 +302,13 @@ def _record_call(tape: Tape, function: type, call: Any, args: Any, kwargs: Any) 
             torch.set_autocast_cache_enabled(True)
     if node is None:
         return out
+    saved, body.saved = body.saved, []  # held any longer they would be a cycle through the Function's own node
     if any(t._version != v for t, v in zip(tensors, versions, strict=True)):
         body.refuse("it writes to an argument")
     if body.refused is not None:
         _refuse(tape, body, function, first_held)
         return out
-    _promote(tape, body, node, out)
+    _promote(tape, body, node, out, saved)
     return out
 
 
@@ -322,13 +323,13 @@ def _refuse(tape: Tape, body: Body, function: type, first_held: int) -> None:
             value.held = None
 
 
-def _promote(tape: Tape, body: Body, node: FunctionNode, out: Any) -> None:
+def _promote(tape: Tape, body: Body, node: FunctionNode, out: Any, saved: list[Tensor]) -> None:
     """Outputs and saved tensors on storages of this call become results of one node."""
     outs = out if type(out) is tuple else (out,)
     wanted: list[tuple[int, Value, Tensor]] = []
     seen: set[int] = set()
     candidates = [(k, t) for k, t in enumerate(outs) if isinstance(t, Tensor)]
-    candidates += [(-1 - k, t) for k, t in enumerate(body.saved)]
+    candidates += [(-1 - k, t) for k, t in enumerate(saved)]
     for k, tensor in candidates:
         if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
             continue
@@ -338,7 +339,7 @@ def _promote(tape: Tape, body: Body, node: FunctionNode, out: Any) -> None:
             wanted.append((k, record.value, tensor))
     if not wanted:
         return
-    node.saved_count = len(body.saved)
+    node.saved_count = len(saved)
     node.generators = body.generators
     index = len(tape.nodes)
     for k, value, tensor in wanted:

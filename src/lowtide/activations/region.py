@@ -65,7 +65,7 @@ def stow_open_tapes() -> None:
 def _file(tape: Tape, row: RegionRow, visit: Visit | None, storage: Any) -> None:
     if storage is None:
         return
-    storage.row = row
+    storage.count_in(row)
     tape.swapped.append(storage)
     filed = SwapManager().file_under(storage, visit)
     if filed is not None:

@@ -62,7 +62,7 @@ def stow(tape: Tape, row: RegionRow, needed: Iterable[Value] | None) -> Storage 
             # Nothing is replayed here: what is proved is that the bytes come back as they left.
             value.swap.certify(checksum)
         value.held = None
-        row.swapped_bytes += nbytes
+        row.kept_bytes += nbytes  # until its copy is launched
         storage.swap(value.swap)
     return storage
 

@@ -310,7 +310,7 @@ class Tape:
         free = _torch.free_weak_storage
         for key, record in self.storages.items():
             # Values and records point at each other.
-            record.value.record = None
+            record.value.record = record.body = None
             holders = record.holders
             if holders is not None:
                 for value in holders:

@@ -16,8 +16,8 @@ import torch
 from lowtide.activations.call_mode import lower_to_checkpoint
 from lowtide.activations.inplace import attach, attached, detach, detach_if_idle
 from lowtide.activations.region import Region
-from lowtide.errors import WrapError, explain
-from lowtide.policy import PolicyFn, TensorPolicyFn
+from lowtide.errors import PolicyError, WrapError, explain
+from lowtide.policy import PolicyFn, TensorPolicyFn, save_matmuls_and_attention, swap_matmuls_and_attention
 
 __all__ = ["Auto", "auto", "checkpoint_wrapper", "regions_of", "swap_wrapper", "unwrap"]
 
@@ -79,6 +79,16 @@ def checkpoint_wrapper(
                 got="'call'",
                 where=name or _name_of(module_or_fn),
                 remedy="Leave certify out; torch.utils.checkpoint has a determinism check of its own.",
+            )
+        )
+    if policy_fn is save_matmuls_and_attention or policy_fn is swap_matmuls_and_attention:
+        raise PolicyError(
+            explain(
+                "a ready-made policy was named, not made",
+                expected="the policy that the function returns",
+                got=f"the function {getattr(policy_fn, '__name__', policy_fn)}",
+                where=name or _name_of(module_or_fn),
+                remedy="Write it with parentheses: save_matmuls_and_attention().",
             )
         )
     region = Region(

@@ -35,7 +35,17 @@ class Storage:
         self.name = name
         self.save_storage: dict[Any, list[Any]] = {}
         self.swap_storage: dict[Any, list[SwapTensor]] = {}
-        self.row: RegionRow | None = None  # where refusals and bytes held elsewhere are counted
+        self._row: RegionRow | None = None
+        self._call = 0
+
+    def count_in(self, row: RegionRow) -> None:
+        """Count what moves, what is refused and what is held elsewhere in the row of a region's latest call."""
+        self._row, self._call = row, row.calls
+
+    @property
+    def row(self) -> RegionRow | None:
+        """The row to count in, or None once its region has been called again."""
+        return self._row if self._row is not None and self._row.calls == self._call else None
 
     def swap(self, tensor: SwapTensor) -> None:
         """Add a tensor that moves; one that is shared is added once."""
@@ -64,6 +74,7 @@ class Storage:
         leaving = [t for t in self.tensors if t.state is SwapState.DEVICE]
         try:
             launch_offload(leaving, copy_stream)
+            self._count_launched(leaving)
         except TierError:
             raise
         except CapacityError:
@@ -73,6 +84,7 @@ class Storage:
     def _launch_or_stay(self, tensor: SwapTensor, copy_stream: Any) -> None:
         try:
             launch_offload([tensor], copy_stream)
+            self._count_launched([tensor])
         except TierError:
             raise
         except CapacityError:
@@ -80,8 +92,13 @@ class Storage:
                 raise
             if self.row is not None:
                 self.row.refuse("the budget of the lower tier is full", tensor.nbytes, "Raise host_bytes.")
-                self.row.swapped_bytes -= tensor.nbytes
-                self.row.kept_bytes += tensor.nbytes
+
+    def _count_launched(self, tensors: list[SwapTensor]) -> None:
+        row = self.row
+        if row is not None:
+            nbytes = sum(t.nbytes for t in tensors)
+            row.kept_bytes -= nbytes
+            row.swapped_bytes += nbytes
 
     def wait_offload(self) -> None:
         """Order the compute after the copies and drop the device's bytes."""
