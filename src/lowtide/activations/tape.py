@@ -169,8 +169,6 @@ class Tape:
     def before_write(self, record: StorageRecord, tensor: Tensor) -> None:
         """A visible write comes: un-hold or copy every value held by reference to that storage (R7)."""
         for value in record.holders or ():
-            if value.swap is not None and not value.swap.leave_device():
-                value.held, value.swap = value.swap.give_up(), None
             if value.held is not None:
                 if value.node != LEAF:
                     value.held = None

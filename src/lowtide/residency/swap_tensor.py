@@ -213,18 +213,6 @@ class SwapTensor:
             self._verify()
         return self.get_val()
 
-    def leave_device(self) -> bool:
-        """The storage is about to be overwritten: True if the lower tier has (or will have) its contents."""
-        if self._state is SwapState.D2H:
-            self.wait_offload()
-        return self._state is not SwapState.DEVICE
-
-    def give_up(self) -> Tensor:
-        """Stop swapping a tensor that never left: hand its value back."""
-        value = self.get_val()
-        self.release()
-        return value
-
     def release(self) -> None:
         """One owner needs it no more; the last one frees both copies."""
         self.owners -= 1
