@@ -85,21 +85,16 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def take_weak_storage(storage: torch.UntypedStorage) -> int:
-    """Pin the C++ struct of ``storage``, not its bytes; pair with :func:`free_weak_storage` (1.x-2.14)."""
-    key: Any = storage._weak_ref()
-    return int(key)
+# Pin the C++ struct of a storage, not its bytes, and give a pin back (1.x-2.14). Bound here without a wrapper of our
+# own, like `current_backward` below: they run for every operator of the user's forward.
+take_weak_storage: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage._weak_ref  # type: ignore[assignment]
+free_weak_storage: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
 
 
-def pin_again(key: int) -> int:
-    """One more pin of a storage that is pinned already (1.x-2.14)."""
+def pin_again(key: int) -> int | None:
+    """One more pin of a storage that is pinned already, or None if its bytes are gone (1.x-2.14)."""
     storage: Any = torch.UntypedStorage._new_with_weak_ptr(key)
-    return key if storage is None else int(storage._weak_ref())
-
-
-def free_weak_storage(key: int) -> None:
-    """Give back one pin taken by :func:`take_weak_storage`."""
-    torch.UntypedStorage._free_weak_ref(key)
+    return None if storage is None else int(storage._weak_ref())
 
 
 def weak_storage_is_dead(key: int) -> bool:
@@ -123,9 +118,8 @@ def autograd_keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def current_backward() -> int:
-    """The engine's id of the backward that runs on this thread, or :data:`NO_BACKWARD` (1.12-2.14)."""
-    return int(torch._C._current_graph_task_id())
+# The engine's id of the backward that runs on this thread, or NO_BACKWARD (1.12-2.14).
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:

@@ -48,10 +48,13 @@ class Recorder(_torch.DispatchMode):
         operator = known_operators.get(id(func)) or operator_of(func)
         tape = self.tape
         kind = operator.kind
-        if tape.muted or (kind is PASS and tape.body is None):
-            return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
-        if kind is PURE and tape.body is None and grad_enabled():
-            return _record(tape, operator, args, kwargs)
+        if tape.body is None:
+            if kind is PASS or tape.muted:
+                return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
+            if kind is PURE and grad_enabled():
+                return _record(tape, operator, args, kwargs)
+        elif tape.muted:
+            return operator.call(*args, **(kwargs or {}))
         return _record_rare(tape, operator, args, kwargs or {})
 
 

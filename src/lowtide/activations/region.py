@@ -217,7 +217,7 @@ class Region:
                 notify_on_backward(out, visit.reached)
         if NO_SCHEDULE in self.row.refused:
             manager.warn_of_no_schedule()
-        if self.recompute == "auto" and self.kind == "checkpoint":
+        if self.row.opaque_bytes and self.recompute == "auto" and self.kind == "checkpoint":
             self._choose_mode(tape)
 
     def _spill(self, tape: Tape) -> None:

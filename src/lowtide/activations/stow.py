@@ -37,8 +37,8 @@ def stow(tape: Tape, row: RegionRow, needed: Iterable[Value] | None) -> Storage 
     ``needed`` is given at the region's end; before it, everything that autograd
     holds so far is taken (only on tapes that do not record).
     """
-    values = list(tape.holding) if needed is None else list(needed)
-    wanting = [value for value in values if _wants_to_move(value)]
+    values = tape.holding if needed is None else needed
+    wanting = [value for value in values if value.answer is not None and _wants_to_move(value)]
     tape.unlaunched_bytes = 0
     if not wanting:
         return None
@@ -83,6 +83,8 @@ def account(row: RegionRow, needed: set[Value], dead: list[Value]) -> None:
     """Count the bytes of every fate at the end of a region."""
     row.dead_bytes += sum(value.base_layout.nbytes for value in dead if value.base_layout is not None)
     for value in needed:
+        if value.parameter:
+            continue
         held = value.held
         if held is not None:
             _account_held(row, value, held)
@@ -92,8 +94,6 @@ def account(row: RegionRow, needed: set[Value], dead: list[Value]) -> None:
 
 
 def _account_held(row: RegionRow, value: Value, held: torch.Tensor) -> None:
-    if value.parameter:
-        return
     nbytes = held.untyped_storage().nbytes()
     row.kept_bytes += nbytes
     if value.node == LEAF and value.opaque is not None:

@@ -161,7 +161,8 @@ class Tape:
 
     def hold_leaf(self, value: Value, tensor: Tensor) -> None:
         """Hold what cannot be replayed, and ask who may answer for it: the region's inputs and opaque results."""
-        self.hold(value, tensor)
+        value.base_layout = layout_of(tensor)
+        self.hold_base(value, tensor)
         value.parameter = is_parameter(tensor)
         if value.answer is None and not value.parameter:
             value.answer = self.answers.for_leaf(tensor, foreign=value.foreign)

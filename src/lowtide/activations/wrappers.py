@@ -61,38 +61,10 @@ def checkpoint_wrapper(
     >>> layer = lowtide.checkpoint_wrapper(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()))
     >>> layer(torch.ones(2, 4)).sum().backward()
     """
-    if recompute not in {"auto", "replay", "call"}:
-        raise WrapError(
-            explain(
-                "an unknown way to recompute",
-                expected="'auto', 'replay' or 'call'",
-                got=repr(recompute),
-                where=name or _name_of(module_or_fn),
-                remedy="Leave it out for 'auto'.",
-            )
-        )
-    if recompute == "call" and certify:
-        raise WrapError(
-            explain(
-                "certify compares replayed values, and recompute='call' replays none",
-                expected="recompute='auto' or 'replay'",
-                got="'call'",
-                where=name or _name_of(module_or_fn),
-                remedy="Leave certify out; torch.utils.checkpoint has a determinism check of its own.",
-            )
-        )
-    if policy_fn is save_matmuls_and_attention or policy_fn is swap_matmuls_and_attention:
-        raise PolicyError(
-            explain(
-                "a ready-made policy was named, not made",
-                expected="the policy that the function returns",
-                got=f"the function {getattr(policy_fn, '__name__', policy_fn)}",
-                where=name or _name_of(module_or_fn),
-                remedy="Write it with parentheses: save_matmuls_and_attention().",
-            )
-        )
+    name = name or _name_of(module_or_fn)
+    _check_options(name, policy_fn, recompute, certify)
     region = Region(
-        name or _name_of(module_or_fn),
+        name,
         "checkpoint",
         policy_fn,
         swap_inputs=swap_inputs,
@@ -102,6 +74,39 @@ def checkpoint_wrapper(
     region.look_for_hazards(module_or_fn)
     wrapped: F = _wrap(module_or_fn, region)
     return wrapped
+
+
+def _check_options(name: str, policy_fn: PolicyFn | None, recompute: str, certify: int) -> None:
+    if recompute not in {"auto", "replay", "call"}:
+        raise WrapError(
+            explain(
+                "an unknown way to recompute",
+                expected="'auto', 'replay' or 'call'",
+                got=repr(recompute),
+                where=name,
+                remedy="Leave it out for 'auto'.",
+            )
+        )
+    if recompute == "call" and certify:
+        raise WrapError(
+            explain(
+                "certify compares replayed values, and recompute='call' replays none",
+                expected="recompute='auto' or 'replay'",
+                got="'call'",
+                where=name,
+                remedy="Leave certify out; torch.utils.checkpoint has a determinism check of its own.",
+            )
+        )
+    if policy_fn is save_matmuls_and_attention or policy_fn is swap_matmuls_and_attention:
+        raise PolicyError(
+            explain(
+                "a ready-made policy was named, not made",
+                expected="the policy that the function returns",
+                got=f"the function {getattr(policy_fn, '__name__', policy_fn)}",
+                where=name,
+                remedy="Write it with parentheses: save_matmuls_and_attention().",
+            )
+        )
 
 
 def swap_wrapper(

@@ -424,7 +424,9 @@ class SwapManager:
                 for key in [k for k in self._held_elsewhere if _torch.weak_storage_is_dead(k)]:
                     self._held_elsewhere.discard(key)
                     _torch.free_weak_storage(key)
-                self._held_elsewhere.add(_torch.pin_again(storage))
+                pinned = _torch.pin_again(storage)
+                if pinned is not None:
+                    self._held_elsewhere.add(pinned)
 
     def is_held_elsewhere(self, tensor: torch.Tensor) -> bool:
         """Whether moving this tensor's storage is known to free nothing."""
