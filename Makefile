@@ -6,6 +6,8 @@ VENV   ?= .venv
 # Installed first, and only where the environment has no torch. Any other build of it:
 #   make demo TORCH=torch==2.12.1
 TORCH  ?= torch==2.13.0
+# Processes that the tests are spread over; each uses one compute thread.
+JOBS   ?= 2
 # Where the demonstration writes its page, its pictures and its figures.
 OUT    ?= demo-out
 
@@ -21,7 +23,7 @@ test: $(VENV)/ready-dev
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS)
 
 format: $(VENV)/ready-dev
 	$(BIN)/ruff format
