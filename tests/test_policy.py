@@ -49,7 +49,12 @@ def test_torchs_own_members_are_understood(member: TorchPolicy) -> None:
     assert ours.name == member.name.replace("CPU_OFFLOAD", "SWAP")
 
 
-@pytest.mark.parametrize("answer", [None, 0, 4, True, "MUST_SAVE", Fate.KEEP, CheckpointPolicy, object()], ids=repr)
+@pytest.mark.parametrize(
+    "answer",
+    [None, 0, 4, True, "MUST_SAVE", Fate.KEEP, CheckpointPolicy, object()],
+    ids=repr,
+    ids=lambda answer: type(answer).__name__,
+)
 def test_nothing_is_guessed(answer: object) -> None:
     with pytest.raises(PolicyError, match=r"lowtide\.CheckpointPolicy") as raised:
         as_policy(answer, "layers.7")
