@@ -52,7 +52,6 @@ def test_torchs_own_members_are_understood(member: TorchPolicy) -> None:
 @pytest.mark.parametrize(
     "answer",
     [None, 0, 4, True, "MUST_SAVE", Fate.KEEP, CheckpointPolicy, object()],
-    ids=repr,
     ids=lambda answer: type(answer).__name__,
 )
 def test_nothing_is_guessed(answer: object) -> None:
