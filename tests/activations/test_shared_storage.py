@@ -134,6 +134,22 @@ def test_a_sparse_argument_is_kept_by_reference() -> None:
     assert got.shape == want.shape
 
 
+def test_what_a_policy_raises_comes_out_of_the_region() -> None:
+    def policy(_tensor: Tensor) -> CheckpointPolicy:
+        raise NotImplementedError("no answer yet")
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = checkpoint_wrapper(nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x.detach().requires_grad_())
+
+    with pytest.raises(NotImplementedError, match="no answer yet"):
+        swap_wrapper(Outer(), policy)(torch.randn(4, requires_grad=True))
+
+
 def test_reset_closes_the_spill_files_that_hold_nothing() -> None:
     descriptors = Path("/proc/self/fd")
     if not descriptors.exists():

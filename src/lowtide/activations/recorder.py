@@ -165,12 +165,21 @@ def _answer(tape: Tape, operator: Operator, args: Any, kwargs: Any) -> Checkpoin
     return frame.for_operator(operator, args, kwargs)
 
 
+def _can_refer(tape: Tape, operator: Operator, node: Node, args: Any, kwargs: Any) -> bool:
+    """Turn the arguments into references; False if one of them, being sparse, has no storage to follow (R14)."""
+    try:
+        refer_all(tape, operator, node, kwargs)
+    except NotImplementedError:
+        if all(_is_plain(t) for t in tensors_in([*args, *(kwargs or {}).values()])):
+            raise  # a policy's own
+        return False
+    return True
+
+
 def _record(tape: Tape, operator: Operator, args: Any, kwargs: Any) -> Any:
     """A pure call: new storages come out, nothing is written."""
     node = Node(operator, list(args))
-    try:
-        refer_all(tape, operator, node, kwargs)
-    except NotImplementedError:  # R14: a sparse tensor has no storage to follow
+    if not _can_refer(tape, operator, node, args, kwargs):
         return run_opaque(tape, operator, args, kwargs or {}, _NO_STORAGE)
     if operator.random and operator.draws(args, kwargs or {}):
         node.random = take_generator(args, kwargs or {})
@@ -220,7 +229,6 @@ def _run_empty(tape: Tape, func: Any, args: Any, kwargs: Any) -> Any:
     """Uninitialised memory: a leaf until it is visibly overwritten as a whole (R3)."""
     out = func(*args, **kwargs)
     value = Value(LEAF)
-    value.uninitialised = True
     value.opaque = "its memory was handed out uninitialised and filled by something the tape could not see"
     tape.add_record(out.untyped_storage(), out._version, value)
     return out

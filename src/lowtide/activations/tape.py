@@ -56,7 +56,6 @@ class Tape:
         "body",
         "certify",
         "closed",
-        "copied_bytes",
         "dropped",
         "drops",
         "epoch",
@@ -112,7 +111,6 @@ class Tape:
         self.visit: Visit | None = None
         self.module: Any = None  # weak reference to the wrapped module: its buffers never move
         self.on_backward: Visit | None = None  # told once when backward first reaches this tape
-        self.copied_bytes = 0
         self.moves_state: str | None = None  # what a second run of the Python would move twice
 
     # ---- values -------------------------------------------------------------------------------
@@ -198,7 +196,6 @@ class Tape:
         )
         value.base_layout = layout._replace(bits=None)
         value.version = value.held._version
-        self.copied_bytes += nbytes
 
     # ---- pack ---------------------------------------------------------------------------------
 

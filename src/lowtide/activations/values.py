@@ -48,7 +48,6 @@ class Value:
     answer: CheckpointPolicy | None = None  # what a policy said; follows in-place writes (R18)
     foreign = False  # existed before the region
     opaque: str | None = None  # why its producer cannot be replayed
-    uninitialised = False  # fresh from an empty*() (R3)
     poison: str | None = None  # why it can never be given out
     record: StorageRecord | None = None  # only while the region runs
 
