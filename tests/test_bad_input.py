@@ -32,6 +32,7 @@ from lowtide.errors import (
     TierError,
     WrapError,
 )
+from lowtide.residency.file import FileTier
 from lowtide.residency.spill import Spill
 
 N = 16
@@ -367,3 +368,26 @@ def test_every_error_is_a_runtime_error_of_one_tree() -> None:
     assert len(ours) >= 11
     assert all(issubclass(kind, LowtideError) and issubclass(kind, RuntimeError) for kind in ours)
     assert issubclass(ReplayError, LowtideError)
+
+
+def test_a_spill_file_in_memory_is_named_by_the_report(tmp_path: Path) -> None:
+    shared = Path("/dev/shm")  # noqa: S108 - the file system in memory itself, not a guess at a folder for scratch
+    if not shared.is_dir():
+        pytest.skip("no /dev/shm")
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(3)])
+    for layer in model:
+        lowtide.swap_wrapper(layer)
+    lowtide.auto(model)
+
+    def said(directory: Path) -> list[str]:
+        SwapManager().configure(file_dir=str(directory))
+        model(torch.ones(256, 256)).sum().backward()
+        report = lowtide.report(model)
+        assert report.total("swapped_bytes")
+        return [note for note in report.notes if "lies in memory" in note]
+
+    (note,) = said(shared)
+    assert str(shared) in note
+    assert "file_dir" in note
+    if not FileTier(tmp_path).in_memory:
+        assert not said(tmp_path)

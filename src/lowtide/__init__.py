@@ -73,4 +73,4 @@ def report(model: torch.nn.Module) -> Report:
     >>> lowtide.report(model).rows[0].name
     '0'
     """
-    return build(regions_of(model))
+    return build(regions_of(model), SwapManager().notes())

@@ -124,11 +124,14 @@ def pinned_bytes(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
-NumericFlags = tuple[str, bool, bool, bool, bool, bool]
+NumericFlags = tuple[str, bool, bool, bool, bool, bool, int]
 
 
 def numeric_flags() -> NumericFlags:
-    """The process-wide switches that decide the bits of a kernel's result (R12)."""
+    """The process-wide switches that decide the bits of a kernel's result (R12).
+
+    The number of compute threads is one: it decides where a reduction on the CPU is cut.
+    """
     cudnn = torch.backends.cudnn
     mkldnn: Any = torch.backends.mkldnn.enabled
     return (
@@ -138,6 +141,7 @@ def numeric_flags() -> NumericFlags:
         cudnn.benchmark,
         cudnn.deterministic,
         mkldnn,
+        torch.get_num_threads(),
     )
 
 
@@ -156,13 +160,14 @@ def with_numeric_flags(flags: NumericFlags) -> Iterator[None]:
 
 
 def _set_numeric_flags(flags: NumericFlags) -> None:
-    precision, deterministic, enabled, benchmark, cudnn_deterministic, mkldnn = flags
+    precision, deterministic, enabled, benchmark, cudnn_deterministic, mkldnn, threads = flags
     torch.set_float32_matmul_precision(precision)
     torch.use_deterministic_algorithms(deterministic, warn_only=torch.is_deterministic_algorithms_warn_only_enabled())
     torch.backends.cudnn.enabled = enabled
     torch.backends.cudnn.benchmark = benchmark
     torch.backends.cudnn.deterministic = cudnn_deterministic
     torch.backends.mkldnn.enabled = mkldnn  # type: ignore[assignment]
+    torch.set_num_threads(threads)
 
 
 def capturing(device: torch.device) -> bool:

@@ -444,11 +444,13 @@ def test_r12_numeric_flags_of_forward_hold_in_the_replay_and_nowhere_else(x: Ten
     before = device.numeric_flags()
     torch.set_float32_matmul_precision("medium")
     torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(2)
     try:
         out = recompute(lambda x: x.sin() * pure_flags(x.detach()))(x.requires_grad_())
     finally:
         torch.set_float32_matmul_precision("highest")
         torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(1)
     out.sum().backward()
     forward, replay = flags_seen
     assert forward == replay != before

@@ -52,8 +52,8 @@ class Report:
         yield from self.notes
 
 
-def build(regions: Iterable[tuple[str, Any]]) -> Report:
-    """The report of (name, region) pairs."""
+def build(regions: Iterable[tuple[str, Any]], tier_notes: Iterable[str] = ()) -> Report:
+    """The report of (name, region) pairs; ``tier_notes`` belong to it if any region has swapped."""
     rows: list[RegionRow] = []
     notes: list[str] = []
     for name, region in regions:
@@ -63,4 +63,6 @@ def build(regions: Iterable[tuple[str, Any]]) -> Report:
         never = getattr(region.policy, "never_occurred", None)
         if never is not None and region.row.calls:
             notes.extend(f"{name}: the policy lists {op}, which never ran there." for op in never())
+    if any(row.swapped_bytes for row in rows):
+        notes.extend(tier_notes)
     return Report(rows, notes)

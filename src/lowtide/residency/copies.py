@@ -73,6 +73,9 @@ class Carrier(Protocol):
     def live_bytes(self) -> int:
         """Bytes of live copies on the lower tier."""
 
+    def note(self) -> str | None:
+        """What a user should know of the lower tier, if anything."""
+
     def close(self) -> None:
         """Give everything back to the system."""
 
@@ -141,6 +144,15 @@ class FileCarrier:
     def live_bytes(self) -> int:
         """See :class:`Carrier`."""
         return self.tier.live_bytes
+
+    def note(self) -> str | None:
+        """See :class:`Carrier`. A file that lies in memory saves none."""
+        if not self.tier.in_memory:
+            return None
+        return (
+            f"the spill file's directory {self.tier.directory} lies in memory: what is swapped stays there and "
+            "nothing is saved. Name one on a disk: SwapManager().configure(file_dir=...)."
+        )
 
     def close(self) -> None:
         """See :class:`Carrier`."""
@@ -230,6 +242,10 @@ class PinnedCarrier:
     def live_bytes(self) -> int:
         """See :class:`Carrier`."""
         return self.pool.live_bytes
+
+    def note(self) -> str | None:
+        """See :class:`Carrier`. Nothing."""
+        return None
 
     def close(self) -> None:
         """See :class:`Carrier`."""

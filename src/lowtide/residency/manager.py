@@ -215,6 +215,10 @@ class SwapManager:
         """Bytes of swapped copies that are alive on the lower tier now."""
         return sum(carrier.live_bytes() for carrier in self._carriers.values())
 
+    def notes(self) -> list[str]:
+        """What a user should know of the lower tiers that are in use."""
+        return [note for carrier in self._carriers.values() if (note := carrier.note()) is not None]
+
     # ---- groups driven by hand (U8) --------------------------------------------------------------
 
     def set_current_group_name(self, group_name: str | None) -> None:
