@@ -1,4 +1,10 @@
-"""What every test starts from: one compute thread, a fixed seed, a swap manager that remembers nothing."""
+"""What every test starts from: one compute thread, a fixed seed, a swap manager that remembers nothing.
+
+The suite runs on one device at a time. ``--device sim`` makes the simulated accelerator the default of every tensor:
+the same laws then hold on a device with streams, and a test fails if it leaves a race behind. A test that is about the
+CPU or its file tier says so with ``@pytest.mark.cpu``, one that starts the simulator itself with ``@pytest.mark.sim``;
+neither runs on the other device.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,46 @@ import pytest
 import torch
 
 from lowtide import SwapManager
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("lowtide")
+    group.addoption("--device", choices=["cpu", "sim"], default="cpu", help="Where tensors are made by default.")
+    group.addoption("--no-compute", action="store_true", help="With --device sim: shapes, bytes and times only.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cpu: about plain CPU memory or its file tier; not run with --device sim")
+    config.addinivalue_line("markers", "sim: about the simulated accelerator; run with --device sim only")
+    if config.getoption("--device") == "sim":
+        import lowtide.sim
+
+        lowtide.sim.start("tiny", compute=not config.getoption("--no-compute"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    other = "cpu" if config.getoption("--device") == "sim" else "sim"
+    out = [item for item in items if item.get_closest_marker(other)]
+    config.hook.pytest_deselected(items=out)
+    items[:] = [item for item in items if not item.get_closest_marker(other)]
+
+
+@pytest.fixture(autouse=True)
+def on_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Make tensors on the chosen device, and demand that nothing raced there."""
+    if request.config.getoption("--device") == "cpu" or request.node.get_closest_marker("sim"):
+        yield
+        return
+    import lowtide.sim
+
+    simulator = lowtide.sim.active()
+    assert simulator is not None
+    simulator.reset()
+    torch.set_default_device("sim")
+    yield
+    torch.set_default_device(None)
+    races = simulator.races()
+    assert not races, f"{len(races)} races; the first is {races[0]}"
 
 
 @pytest.fixture(autouse=True)

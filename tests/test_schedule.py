@@ -26,8 +26,8 @@ def test_learned_order_launches_a_visit_when_the_next_begins_and_never_the_last(
     schedule = Schedule()
     assert _forward(schedule, 3) == [
         [],
-        [("launch_offload", 0), ("wait_offload", 0)],
-        [("launch_offload", 1), ("wait_offload", 1)],
+        [("launch_offload", 0)],
+        [("wait_offload", 0), ("launch_offload", 1)],
     ]
     assert schedule.state_of(2) is VisitState.RESIDENT
 
@@ -36,8 +36,8 @@ def test_chain_launches_at_the_end_releases_one_later_and_keeps_the_tail() -> No
     schedule = Schedule()
     assert _forward(schedule, 3, chained=True) == [
         [("launch_offload", 0)],
-        [("launch_offload", 1), ("wait_offload", 0)],
-        [("wait_offload", 1)],
+        [("launch_offload", 1)],
+        [("wait_offload", 0)],
     ]
     assert schedule.state_of(2) is VisitState.RESIDENT
 
@@ -45,7 +45,8 @@ def test_chain_launches_at_the_end_releases_one_later_and_keeps_the_tail() -> No
 def test_backward_loads_what_it_needs_and_one_ahead() -> None:
     schedule = Schedule()
     _forward(schedule, 4)
-    assert _names(schedule.begin_backward(3)) == [("launch_load", 2)]
+    assert _names(schedule.begin_backward(3)) == []  # the one before was on its way, and stays
+    assert schedule.state_of(2) is VisitState.COMING
     assert _names(schedule.begin_backward(2)) == [("launch_load", 1)]
     assert _names(schedule.begin_backward(1)) == [("launch_load", 0)]
     assert _names(schedule.begin_backward(0)) == []
@@ -55,8 +56,18 @@ def test_backward_loads_what_it_needs_and_one_ahead() -> None:
 def test_prefetch_distance() -> None:
     schedule = Schedule(prefetch=2)
     _forward(schedule, 4)
-    assert _names(schedule.begin_backward(3)) == [("launch_load", 2), ("launch_load", 1)]
+    assert _names(schedule.begin_backward(3)) == [("launch_load", 1)]
     assert _names(schedule.begin_backward(2)) == [("launch_load", 0)]
+
+
+def test_what_has_no_bytes_does_not_use_up_the_prefetch() -> None:
+    schedule = Schedule()
+    for nbytes in (10, 10, 0, 10, 0):
+        visit, _ = schedule.begin_forward()
+        schedule.end_forward(visit, nbytes)
+    schedule.begin_forward()
+    schedule.begin_forward()
+    assert _names(schedule.begin_backward(3)) == [("launch_load", 3), ("launch_load", 1)]
 
 
 def test_the_bound_releases_the_oldest_first_and_stops_the_prefetch() -> None:
@@ -68,8 +79,11 @@ def test_the_bound_releases_the_oldest_first_and_stops_the_prefetch() -> None:
     third, actions = schedule.begin_forward()
     schedule.end_forward(third, 10, successor=True)
     assert log == [("launch_offload", 0)]
-    assert _names(actions) == []
-    assert _names(schedule.end_forward(second, 10, successor=True))[-1] == ("wait_offload", third)
+    assert _names(actions) == [("wait_offload", 0)]
+    assert _names(schedule.end_forward(second, 10, successor=True)) == [
+        ("wait_offload", third),
+        ("launch_offload", second),
+    ]
 
 
 def test_a_dead_visit_is_skipped_and_its_neighbours_stay_linked() -> None:

@@ -82,17 +82,87 @@ def selfcheck(json: Json = None) -> None:
     raise typer.Exit(part.run(json))
 
 
-@app.command()
+benches = typer.Typer(help="Measure time and memory of every mode.", invoke_without_command=True)
+app.add_typer(benches, name="bench")
+
+
+@benches.callback()
 def bench(
+    context: typer.Context,
     *,
     json: Json = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions: rougher times, same bytes.")] = False,
 ) -> None:
-    """Measure time and memory of every mode against torch's own checkpointing and offloading."""
+    """Measure time and memory of every mode against torch's own checkpointing and offloading, on this machine."""
+    if context.invoked_subcommand is not None:
+        return
     _quiet_profiler()
     from lowtide import bench as part  # noqa: PLC0415
 
     raise typer.Exit(part.run(json, quick=quick))
+
+
+Device = Annotated[str, typer.Option(metavar="NAME", help="A described device, such as h100-80gb, gh200 or tiny.")]
+TraceFile = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option("--trace", metavar="FILE", dir_okay=False, help="Also write a trace for Perfetto; .gz compresses."),
+]
+
+
+@benches.command("sim")
+def bench_sim(
+    *,
+    device: Device = "h100-80gb",
+    model: Annotated[str, typer.Option(help="llama-7b, llama-8b-gqa, llama-70b or tiny-llama.")] = "llama-7b",
+    policy: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="plain, recompute, recompute+swap-inputs, save, swap, swap-hideable, swap-all, or all."),
+    ] = None,
+    layers: Annotated[Optional[int], typer.Option(min=1, help="The model's own number if not given.")] = None,  # noqa: UP045
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a batch.")] = 1,
+    link: Annotated[Optional[float], typer.Option(metavar="GB/s", help="Each way, for the description's.")] = None,  # noqa: UP045
+    capacity: Annotated[Optional[float], typer.Option(metavar="GB", help="For the description's.")] = None,  # noqa: UP045
+    in_flight: Annotated[Optional[float], typer.Option(metavar="MiB", help="Bound on bytes in flight.")] = None,  # noqa: UP045
+    ends: Annotated[bool, typer.Option("--ends", help="With embedding, last norm and head.")] = False,
+    json: Json = None,
+    trace: TraceFile = None,
+) -> None:
+    """Step a real model with the real engine on a simulated device: virtual times, exact bytes, no hardware."""
+    from lowtide.bench import sim as part  # noqa: PLC0415
+
+    raise typer.Exit(
+        part.run(
+            device,
+            model,
+            policies=policy or ["all"],
+            layers=layers,
+            seq=seq,
+            batch=batch,
+            link=link,
+            capacity=capacity,
+            in_flight=in_flight,
+            ends=ends,
+            json=json,
+            trace=trace,
+        )
+    )
+
+
+@app.command()
+def simulate(
+    script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A training script of your own.")],
+    args: Annotated[Optional[list[str]], typer.Argument(help="Its arguments, after --.")] = None,  # noqa: UP045
+    *,
+    device: Device = "h100-80gb",
+    compute: Annotated[bool, typer.Option(help="Compute values; without, shapes and times only.")] = True,
+    json: Json = None,
+    trace: TraceFile = None,
+) -> None:
+    """Run a script that picks its device from torch.accelerator on a simulated one, and report on it."""
+    from lowtide.sim.script import run_script  # noqa: PLC0415
+
+    raise typer.Exit(run_script(script, args or [], device=device, compute=compute, json=json, trace=trace))
 
 
 @app.command()

@@ -9,10 +9,11 @@ Rules:
 
 S1  A visit with a declared successor leaves when it ends; under the learned
     order it leaves when the next visit begins, so the last one never leaves.
-S2  What left before is released when the next visit ends, or as soon as the
-    bytes in flight pass the bound, oldest first.
-S3  When backward reaches a visit, the visits before it (``prefetch`` of them)
-    start to come back, as far as the bound allows.
+S2  What left is released when the visit after the next begins, or as soon as
+    the bytes in flight pass the bound, oldest first. After the last visit none
+    begins: what is on its way then is what backward needs next, and stays.
+S3  When backward reaches a visit, the visits before it (``prefetch`` of them
+    that have bytes) start to come back, as far as the bound allows.
 S4  A visit that backward reached, or that died, is never launched any more.
 """
 
@@ -81,14 +82,14 @@ class Schedule:
     _leaving: list[int] = field(default_factory=list)
 
     def begin_forward(self) -> tuple[int, list[Action]]:
-        """A unit's forward begins: its visit, and what the one before may do now (S1)."""
+        """A unit's forward begins: its visit, and what those before may do now (S1, S2)."""
         visit, self._next = self._next, self._next + 1
-        actions: list[Action] = []
         last = self._last
+        actions = self._release(but=last)
         if last is not None:
             before = self._visits[last]
             if before.state is VisitState.RESIDENT and not before.keep:
-                actions = self._launch(last)
+                actions += self._launch(last)
         self._visits[visit] = _Visit(previous=last)
         if last is not None:
             self._visits[last].following = visit
@@ -106,14 +107,17 @@ class Schedule:
             return []
         entry.nbytes = nbytes
         entry.keep = tail
-        released = [Action(Verb.WAIT_OFFLOAD, v) for v in self._leaving]
-        for action in released:
-            self._visits[action.visit].state = VisitState.AWAY
-        self._leaving = []
         if entry.state is VisitState.OPEN:
             entry.state = VisitState.RESIDENT
         if successor and nbytes and entry.state is VisitState.RESIDENT:
-            return self._launch(visit) + released
+            return self._launch(visit)
+        return []
+
+    def _release(self, but: int | None) -> list[Action]:
+        released = [Action(Verb.WAIT_OFFLOAD, v) for v in self._leaving if v != but]
+        for action in released:
+            self._visits[action.visit].state = VisitState.AWAY
+        self._leaving = [v for v in self._leaving if v == but]
         return released
 
     def _launch(self, visit: int) -> list[Action]:
@@ -143,11 +147,12 @@ class Schedule:
             self._leaving.remove(visit)
         entry.state = VisitState.REACHED
         budget = self.in_flight_bytes
-        before = entry.previous
-        for _ in range(self.prefetch):
+        before, left = entry.previous, self.prefetch
+        while left:
             earlier = self._visits.get(before) if before is not None else None
             if earlier is None or before is None:
                 break
+            left -= earlier.nbytes > 0
             if earlier.state is VisitState.LEAVING:
                 # It has not left yet and is needed next: let it stay.
                 self._leaving.remove(before)

@@ -10,6 +10,7 @@ never import a model or data from outside.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ from lowtide import (
     swap_wrapper,
 )
 from lowtide.bench.flops import backward_flops
+from lowtide.device import training_device
 from lowtide.measure import MemoryCurve, Record, memory_curve, write_records
 
 __all__ = ["MODES", "ChildResult", "judge", "run", "run_child"]
@@ -285,12 +287,12 @@ class ChildResult:
 
 def _tokens(step: int) -> Tensor:
     draw = torch.Generator().manual_seed(100 + step)
-    return torch.randint(0, 256, (BATCH, TOKENS + 1), generator=draw)
+    return torch.randint(0, 256, (BATCH, TOKENS + 1), generator=draw).to(training_device())
 
 
 def _saved_bytes(mode: Mode) -> int:
     """Count what plain autograd saves inside the layers and the mode picks: unique storages, no parameters."""
-    model = Model()
+    model = Model().to(training_device())
     skip = {p.untyped_storage().data_ptr() for p in model.parameters()}
     alive: list[Tensor] = []
 
@@ -311,14 +313,18 @@ def _saved_bytes(mode: Mode) -> int:
 def _model(mode: Mode) -> Model:
     torch.manual_seed(0)
     SwapManager().reset()
-    model = Model()
+    model = Model().to(training_device())
     mode.apply(model)
     return model
 
 
 def run_child(name: str) -> ChildResult:
-    """Train three steps in one mode and measure the later ones; meant for a process of its own."""
+    """Train three steps in one mode and measure the later ones; meant for a process of its own.
+
+    Sets torch to one compute thread and to deterministic kernels: modes are compared bit by bit.
+    """
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
     mode = MODES[name]
     model = _model(mode)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -370,7 +376,9 @@ def _at_end_of(curve: MemoryCurve, phase: str) -> int:
 
 def _spawn(name: str) -> ChildResult:
     command = [sys.executable, "-m", "lowtide.selfcheck", "--child", name]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own interpreter
+    # CUDA's matrix products are deterministic only with a workspace of this size.
+    environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)  # noqa: S603 - our own interpreter
     if done.returncode != 0:
         raise RuntimeError(
             f"selfcheck mode {name}: expected exit code 0, got {done.returncode}.\n{done.stderr[-4000:]}"

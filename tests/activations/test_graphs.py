@@ -69,6 +69,7 @@ def both(wrap: Callable[[Any], Any], action: Callable[[Any], Any], fn: Callable[
 # ---- more than one backward ------------------------------------------------------------------------
 
 
+@pytest.mark.cpu
 def test_a_retained_graph_runs_each_node_once_per_backward(x: Tensor) -> None:
     out = recompute(_wide)(x.requires_grad_()).sum()
     counts = []

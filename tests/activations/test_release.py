@@ -40,6 +40,7 @@ def _hidden_write(x: Tensor) -> Tensor:
     return x.sin() * scale
 
 
+@pytest.mark.cpu
 def test_r15_certify_finds_a_hidden_write_and_names_operator_and_region(x: Tensor) -> None:
     assert not same(results(_hidden_write, x), results(recompute(_hidden_write), x))  # the hole itself
     wrapped = recompute(_hidden_write, certify=1, name="layers.3")
@@ -48,6 +49,7 @@ def test_r15_certify_finds_a_hidden_write_and_names_operator_and_region(x: Tenso
         out.sum().backward()
 
 
+@pytest.mark.cpu
 def test_r15_certify_names_the_qualified_module() -> None:
     class Hidden(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -60,6 +62,7 @@ def test_r15_certify_names_the_qualified_module() -> None:
         model(torch.randn(2, N)).sum().backward()
 
 
+@pytest.mark.cpu
 def test_r15_only_the_first_calls_of_each_shape_are_certified(x: Tensor) -> None:
     wrapped = recompute(_hidden_write, certify=1)
 
@@ -80,6 +83,7 @@ def test_r15_a_clean_region_passes_whatever_its_types(x: Tensor) -> None:
     assert same(results(fn, x), results(recompute(fn, certify=5), x))
 
 
+@pytest.mark.cpu
 def test_r15_certify_sees_a_swapped_tensor_that_came_back_wrong(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     from lowtide.residency.spill import Spill
 

@@ -130,6 +130,7 @@ def test_r1_operators_of_aten_are_run_again(x: Tensor) -> None:
     assert row_of(wrapped).kept_bytes == N * N * 4
 
 
+@pytest.mark.cpu
 def test_r2_what_runs_with_gradients_off_is_kept(x: Tensor) -> None:
     def fn(x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -147,6 +148,7 @@ def test_r2_what_runs_with_gradients_off_is_kept(x: Tensor) -> None:
 # ---- R3 to R6: memory that is not what its operators say ---------------------------------------------
 
 
+@pytest.mark.cpu
 def test_r3_uninitialised_memory_that_something_unseen_fills_is_kept(x: Tensor) -> None:
     def fn(x: Tensor) -> Tensor:
         buffer = torch.empty_like(x)
@@ -156,6 +158,7 @@ def test_r3_uninitialised_memory_that_something_unseen_fills_is_kept(x: Tensor) 
     assert_same_as_plain(fn, x)
 
 
+@pytest.mark.cpu
 def test_r3_a_partial_write_does_not_make_it_replayable(x: Tensor) -> None:
     def fn(x: Tensor) -> Tensor:
         buffer = torch.empty_like(x)
@@ -189,6 +192,7 @@ def test_r4_running_statistics_move_once(x: Tensor, training: bool) -> None:  # 
     assert not {"native_batch_norm", "_native_batch_norm_legit"} & set(backward_operators(wrapped, x))
 
 
+@pytest.mark.cpu
 def test_r4_a_storage_that_is_resized_or_exchanged_is_kept(x: Tensor) -> None:
     def fn(x: Tensor) -> Tensor:
         grown = torch.zeros(2)
@@ -216,6 +220,7 @@ def one_process() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.cpu
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 def test_r5_a_collective_is_never_run_again_and_writes_its_arguments(x: Tensor) -> None:
@@ -432,6 +437,7 @@ def test_r11_host_reads_are_not_repeated(x: Tensor) -> None:
     assert not backward_operators(recompute(fn), x)["_local_scalar_dense"]
 
 
+@pytest.mark.cpu
 def test_r11_a_replay_that_looks_different_raises(x: Tensor) -> None:
     calls.clear()
     out = recompute(lambda x: x.sin() * pure_liar(x.detach()))(x.requires_grad_())
@@ -501,6 +507,7 @@ def test_r13_a_buffer_that_was_handed_out_is_never_reused_for_a_write(x: Tensor)
     assert torch.equal(weights[1].grad, x * 2 + 1)
 
 
+@pytest.mark.cpu
 def test_r14_tensors_that_are_not_strided_pass_as_they_are(x: Tensor) -> None:
     sparse = torch.eye(N).to_sparse()
 

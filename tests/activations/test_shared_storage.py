@@ -117,6 +117,7 @@ def test_certify_accepts_statistics_that_an_operator_moves(wrap: Callable[..., n
     assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), wrapped.buffers(), strict=True))
 
 
+@pytest.mark.cpu
 def test_a_sparse_argument_is_kept_by_reference() -> None:
     sparse = torch.eye(4).to_sparse()
     want, got = torch.randn(2, 4, 4).unbind()

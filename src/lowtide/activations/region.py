@@ -173,10 +173,9 @@ class Region:
         tape = self._new_tape(outer, args, kwargs)
         owner = getattr(fn, "__self__", None)
         tape.module = weakref.ref(owner) if isinstance(owner, torch.nn.Module) else None
-        visit = manager.begin_visit() if manager.learns_here else None
-        if visit is not None or manager.is_scheduled:
+        tape.visit = manager.begin_visit() if manager.learns_here else None
+        if tape.visit is not None or manager.is_scheduled:
             _refuse_capture(self.name)
-        tape.visit = visit
         _local.tape = tape
         _local.open.append((tape, self.row))
         if self.counts_calls:
@@ -188,7 +187,7 @@ class Region:
                         out = fn(*args, **kwargs)
                 else:
                     out = fn(*args, **kwargs)
-            self._finish(tape, visit, out)
+            self._finish(tape, out)
         except BaseException:
             tape.abandon()
             raise
@@ -203,11 +202,12 @@ class Region:
         tape = Tape(self.name, answers, recording=self.kind == "checkpoint", certify=self._certifies(args, kwargs))
         if self.kind == "swap":
             tape.spill = self._spill
-            tape.spill_bytes = SwapManager().settings.in_flight_bytes
+            tape.spill_bytes = SwapManager().in_flight_bytes
         return tape
 
-    def _finish(self, tape: Tape, visit: Visit | None, out: Any) -> None:
+    def _finish(self, tape: Tape, out: Any) -> None:
         manager = SwapManager()
+        visit = tape.visit  # the last one, where the region has spilled
         needed, dead = tape.close()
         _file(tape, self.row, visit, stow(tape, self.row, needed))
         account(self.row, needed, dead)

@@ -79,7 +79,7 @@ def _buffers(tape: Tape, manager: SwapManager) -> set[int]:
     return found
 
 
-def account(row: RegionRow, needed: set[Value], dead: list[Value]) -> None:
+def account(row: RegionRow, needed: Iterable[Value], dead: list[Value]) -> None:
     """Count the bytes of every fate at the end of a region."""
     row.dead_bytes += sum(value.base_layout.nbytes for value in dead if value.base_layout is not None)
     for value in needed:

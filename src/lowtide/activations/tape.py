@@ -248,7 +248,7 @@ class Tape:
 
     # ---- the end of the region ----------------------------------------------------------------
 
-    def close(self) -> tuple[set[Value], list[Value]]:
+    def close(self) -> tuple[dict[Value, None], list[Value]]:
         """Prune to the closure of what was packed and drop everything else.
 
         Returns the values that are needed, and those that were held by request and are not (dead).
@@ -274,9 +274,12 @@ class Tape:
         self.closed = True
         return needed, dead
 
-    def plan(self) -> set[Value]:
-        """Count who will read what in the next backward, if it unpacks every handle that is alive."""
-        needed: set[Value] = set()
+    def plan(self) -> dict[Value, None]:
+        """Count who will read what in the next backward, if it unpacks every handle that is alive.
+
+        Ordered: the copies of a region leave in the same order in every step.
+        """
+        needed: dict[Value, None] = {}
         kept_nodes: set[int] = set()
         nodes = self.nodes
         self.epoch += 1
@@ -287,7 +290,7 @@ class Tape:
             value = stack.pop()
             if value in needed:
                 continue
-            needed.add(value)
+            needed[value] = None
             index = value.node
             if index == LEAF or value.held is not None or value.swap is not None or index in kept_nodes:
                 continue

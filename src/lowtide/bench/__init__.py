@@ -23,6 +23,7 @@ from lowtide.bench.modes import KEPT_SETS, MODES, UNDECLARED, Mode, reset
 from lowtide.bench.swapfile import swap_to_file
 from lowtide.bench.table import Figures, print_figures, print_goals
 from lowtide.bench.timing import Workload, interleave, ratios
+from lowtide.device import has_accelerator
 from lowtide.measure import Record, write_records
 
 __all__ = ["run"]
@@ -146,7 +147,8 @@ def measure(modes: Sequence[Mode], *, quick: bool) -> Iterator[Record]:
     yield from _fused(LigerBlock, "liger-like", modes)
     yield from _fused(MegatronBlock, "megatron-like", modes)
     yield from _tape(modes)
-    if any(mode.name == "swap all" for mode in modes):
+    # With an accelerator the lower tier is pinned memory, and no file is written.
+    if not has_accelerator() and any(mode.name == "swap all" for mode in modes):
         yield from _swapped()
 
 

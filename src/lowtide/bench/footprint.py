@@ -19,6 +19,7 @@ from torch.profiler import record_function
 
 from lowtide.bench.flops import backward_flops
 from lowtide.bench.modes import KEPT_SETS, Kept, Mode, operator_counts
+from lowtide.device import training_device
 from lowtide.measure import MemoryCurve, memory_curve
 
 __all__ = ["Footprint", "Llama", "bytes_at", "footprint", "tape_bytes"]
@@ -36,9 +37,9 @@ class Llama:
     width: int = 256
 
     def inputs(self) -> Tensor:
-        """Return the input, made from its own seed."""
+        """Return the input on the training device, made from its own seed."""
         draw = torch.Generator().manual_seed(1)
-        return torch.randn(self.batch, self.tokens, self.width, generator=draw)
+        return torch.randn(self.batch, self.tokens, self.width, generator=draw).to(training_device())
 
     @property
     def input_bytes(self) -> int:
@@ -87,8 +88,8 @@ def _clear(model: nn.Module) -> None:
 
 
 def prepared(origin: nn.Module, mode: Mode, kept: str | None, inputs: Tensor) -> nn.Module:
-    """Copy the model and wrap the copy's blocks for the mode, with the named kept set if there is one."""
-    model = copy.deepcopy(origin)
+    """Copy the model to the input's device and wrap its blocks for the mode, with the named kept set if any."""
+    model = copy.deepcopy(origin).to(inputs.device)
     blocks: Any = model.blocks
     policy: Callable[[Any, Any], Kept] | None = None
     if kept is not None and mode.selective:

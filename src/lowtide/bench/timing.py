@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.bench.modes import Mode
+from lowtide.device import synchronize, training_device
 
 __all__ = ["Seconds", "Workload", "interleave", "ratios"]
 
@@ -48,12 +49,18 @@ class Seconds:
 def _step(model: nn.Module, mode: Mode, inputs: Tensor) -> Seconds:
     for p in model.parameters():
         p.grad = None
-    begun = time.perf_counter()
+    begun = _now(inputs)
     with mode.around():
         loss = model(inputs).square().mean()
-    middle = time.perf_counter()
+    middle = _now(inputs)
     loss.backward()
-    return Seconds(middle - begun, time.perf_counter() - middle)
+    return Seconds(middle - begun, _now(inputs) - middle)
+
+
+def _now(inputs: Tensor) -> float:
+    """Seconds, with all work of the input's device done."""
+    synchronize(inputs.device)
+    return time.perf_counter()
 
 
 def interleave(work: Workload, modes: Sequence[Mode]) -> dict[str, list[Seconds]]:
@@ -63,7 +70,8 @@ def interleave(work: Workload, modes: Sequence[Mode]) -> dict[str, list[Seconds]
     never inside a timed step.
     """
     torch.manual_seed(0)
-    origin, inputs = work.build(), work.inputs()
+    where = training_device()
+    origin, inputs = work.build().to(where), work.inputs().to(where)
     models = {}
     for mode in modes:
         model = copy.deepcopy(origin)

@@ -32,7 +32,7 @@ class Settings:
     """What may move, how much at once, and where to; see :meth:`SwapManager.configure`."""
 
     min_bytes: int = 64 << 10
-    in_flight_bytes: int = 256 << 20
+    in_flight_bytes: int | None = None
     prefetch: int = 1
     host_bytes: int | None = None
     file_dir: str | None = None

@@ -32,6 +32,9 @@ _NO_SCHEDULE = (
     "SwapManager().set_forward_prefetch_layer(first, second), or drive a group by hand."
 )
 
+# Bytes in flight by default, without an accelerator and with one: there a layer saves more, and its host less.
+_IN_FLIGHT = {False: 256 << 20, True: 1 << 30}
+
 # Called with every layer that a chain names: whoever can see its forward begin and end.
 _watchers: list[Callable[[Any], None]] = []
 
@@ -165,7 +168,8 @@ class SwapManager:
 
         Args:
             min_bytes: storages smaller than this never move (default 64 KiB).
-            in_flight_bytes: bound on bytes that are leaving or coming at once (default 256 MiB).
+            in_flight_bytes: bound on bytes that are leaving or coming at once (default 256 MiB, and 1 GiB on an
+                accelerator). One region's bytes should fit: of a larger one, parts leave before it ends.
             prefetch: how many regions ahead backward loads (default 1).
             host_bytes: budget of the lower tier in bytes; None is no bound.
             file_dir: directory of the spill file on machines without an accelerator.
@@ -185,6 +189,15 @@ class SwapManager:
                 setattr(self.settings, name, value)
         if before != (self.settings.host_bytes, self.settings.file_dir):
             self._retire_carriers()
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """The bound on bytes that are leaving or coming at once."""
+        given = self.settings.in_flight_bytes
+        if given is None:
+            # Asked for at the first region, not before: looking for an accelerator may start its driver.
+            given = self.settings.in_flight_bytes = _IN_FLIGHT[device.has_accelerator()]
+        return given
 
     def reset(self) -> None:
         """Forget groups, chains, settings and counters. Copies that are alive stay with their graphs."""
@@ -341,7 +354,7 @@ class SwapManager:
             local.sequence = _Sequence(self.settings)
         schedule = local.sequence.schedule
         schedule.prefetch = self.settings.prefetch
-        schedule.in_flight_bytes = self.settings.in_flight_bytes
+        schedule.in_flight_bytes = self.in_flight_bytes
         return local.sequence
 
     @property

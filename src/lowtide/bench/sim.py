@@ -1,0 +1,265 @@
+"""``lowtide bench sim``: the real engine on a real Llama, on a simulated device, one policy after the other.
+
+Holds the order of the measurements, their records and their table. Law: no
+kernel runs and nothing is timed by the clock on the wall; every figure follows
+from the device's description and from what the engine launched. A policy that
+does not fit into the device's memory is reported, not skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import lowtide.sim
+from lowtide.bench.modes import operator_counts
+from lowtide.bench.sim_formula import step_seconds
+from lowtide.bench.sim_models import MODELS, Shape
+from lowtide.bench.sim_policies import HIDEABLE, POLICIES, Policy, hideable, moving, products
+from lowtide.bench.sim_step import Seen, Work, layers_of, link_of, measure
+from lowtide.errors import LowtideError, explain
+from lowtide.measure import Record, write_records
+from lowtide.sim import Simulator
+from lowtide.sim.describe import Description
+
+__all__ = ["OptionError", "run"]
+
+BENCH = "bench sim"
+PLAIN = "plain"
+ALL = "all"
+GIB = 1 << 30
+
+
+class OptionError(LowtideError, ValueError):
+    """An option of ``lowtide bench sim`` names something that does not exist, or a size that cannot be."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A line of the table: the metric of the records, how it is called there, and how it is shown."""
+
+    metric: str
+    title: str
+    shown: Callable[[float], str]
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value * 1e3:.3f}"
+
+
+def _share(value: float) -> str:
+    return f"{value * 100:.2f} %"
+
+
+def _gib(value: float) -> str:
+    return f"{value / GIB:.3f}"
+
+
+_ROWS = (
+    _Row("step_seconds", "step, ms", _milliseconds),
+    _Row("over_plain", "over plain", _share),
+    _Row("recompute_over_plain", "recompute, of plain's compute", _share),
+    _Row("peak_active_bytes", "peak, GiB", _gib),
+    _Row("kept_after_forward_bytes", "kept after forward, GiB", _gib),
+    _Row("inputs_resident", "in use between layers, inputs", "{:.2f}".format),
+    _Row("exposed_seconds", "exposed copies, ms", _milliseconds),
+    _Row("exposed_over_step", "exposed copies, of the step", _share),
+    _Row("exposed_out_seconds", "exposed copies out, ms", _milliseconds),
+    _Row("exposed_in_seconds", "exposed copies in, ms", _milliseconds),
+    _Row("layer_bytes", "a layer moves, GiB", _gib),
+    _Row("out_bytes", "moved out, GiB", _gib),
+    _Row("out_utilisation", "link out busy", _share),
+    _Row("in_utilisation", "link in busy", _share),
+    _Row("device_seconds_per_layer", "device, ms a layer", _milliseconds),
+    _Row("host_seconds_per_layer", "host, ms a layer", _milliseconds),
+    _Row("closed_form_seconds", "closed form, ms", _milliseconds),
+    _Row("over_closed_form", "step over closed form", _share),
+)
+
+
+def _refuse(what: str, expected: str, got: object) -> OptionError:
+    return OptionError(
+        explain(
+            what, expected=expected, got=repr(got), where="lowtide bench sim", remedy="See: lowtide bench sim --help"
+        )
+    )
+
+
+def _chosen(policies: Sequence[str]) -> list[str]:
+    """Names of the policies to run, in the order of the table; plain is always among them."""
+    unknown = [name for name in policies if name not in POLICIES and name != ALL]
+    if unknown or not policies:
+        raise _refuse("unknown policy", f"some of {', '.join(POLICIES)}, or {ALL}", ", ".join(unknown))
+    return [name for name in POLICIES if name == PLAIN or name in policies or ALL in policies]
+
+
+def _shape(model: str, layers: int | None) -> Shape:
+    if model not in MODELS:
+        raise _refuse("unknown model", f"one of {', '.join(MODELS)}", model)
+    shape = MODELS[model] if layers is None else MODELS[model].with_layers(layers)
+    if shape.layers < 1:
+        raise _refuse("wrong number of layers", "at least 1", layers)
+    return shape
+
+
+def _closed_form(seen: Seen, plain: Seen, sim: Simulator, count: int) -> float:
+    """The step's closed form, from the layers' own times and the bytes that one of them moved."""
+    return step_seconds(layers_of(plain, count, seen), link_of(sim, seen), seen.layer_bytes)
+
+
+def figures(seen: Seen, plain: Seen | None, sim: Simulator, count: int) -> dict[str, tuple[float, str]]:
+    """Turn one step into metrics with their units; what compares with plain needs a plain step."""
+    found: dict[str, tuple[float, str]] = {
+        "step_seconds": (seen.step, "s"),
+        "peak_active_bytes": (seen.peak, "B"),
+        "kept_after_forward_bytes": (seen.kept, "B"),
+        "inputs_resident": (seen.inputs_resident, "count"),
+        "exposed_seconds": (seen.exposed, "s"),
+        "exposed_over_step": (seen.exposed / seen.step, "ratio"),
+        "exposed_out_seconds": (seen.exposed_out, "s"),
+        "exposed_in_seconds": (seen.exposed_in, "s"),
+        "layer_bytes": (seen.layer_bytes, "B"),
+        "out_bytes": (seen.out_bytes, "B"),
+        "in_bytes": (seen.in_bytes, "B"),
+        "out_utilisation": (seen.out / seen.step, "ratio"),
+        "in_utilisation": (seen.inward / seen.step, "ratio"),
+        "device_seconds_per_layer": (seen.compute / count, "s"),
+        "host_seconds_per_layer": (seen.host / count, "s"),
+        "launches": (seen.launches, "count"),
+    }
+    if plain is not None:
+        closed = _closed_form(seen, plain, sim, count)
+        found["over_plain"] = (seen.step / plain.step - 1, "ratio")
+        found["recompute_over_plain"] = (seen.compute / plain.compute - 1, "ratio")
+        found["closed_form_seconds"] = (closed, "s")
+        found["over_closed_form"] = (seen.step / closed - 1, "ratio")
+    return found
+
+
+def _hideable(work: Work, plain: Seen, sim: Simulator) -> tuple[Policy, str]:
+    """The policy that moves what is free, and its operators in words."""
+    count = work.shape.layers
+    device = sim.description
+    candidates = products(work.shape, work.tokens, work.batch, device)
+    chosen = hideable(layers_of(plain, count), link_of(sim), candidates, work.input_bytes, device.link_latency)
+    x = torch.empty(work.batch, work.tokens, work.shape.width, dtype=torch.bfloat16, device="sim")
+    layer = partial(work.model.blocks[0], cos=work.model.cos, sin=work.model.sin)
+    counts = operator_counts(cast("nn.Module", layer), x)
+    return moving(chosen, counts), ", ".join(["inputs", *(product.name for product in chosen)])
+
+
+def _trace_path(trace: Path | None, name: str, names: Sequence[str]) -> Path | None:
+    """One file a policy: its name goes in front of the file's where there are several."""
+    if trace is None or len(names) == 1:
+        return trace
+    return trace.with_name(f"{name}.{trace.name}")
+
+
+def _measure(
+    names: Sequence[str], work: Work, sim: Simulator, *, in_flight: int | None, trace: Path | None
+) -> Iterable[tuple[str, str, object]]:
+    """Measure every policy; give (policy, metric, value or figure)."""
+    plain: Seen | None = None
+    for name in names:
+        policy = POLICIES[name]
+        if name == HIDEABLE:
+            if plain is None:
+                yield name, "failure", "plain does not fit, so nobody knows what is free"
+                continue
+            policy, moved = _hideable(work, plain, sim)
+            yield name, "moved", moved
+        try:
+            seen = measure(policy, work, sim, in_flight=in_flight, trace=_trace_path(trace, name, names))
+        except torch.OutOfMemoryError:
+            yield name, "failure", "out of memory"
+            continue
+        if name == PLAIN:
+            plain = seen
+        for metric, figure in figures(seen, plain, sim, work.shape.layers).items():
+            yield name, metric, figure
+
+
+def _table(console: Console, case: str, records: Iterable[Record]) -> None:
+    cells: dict[str, dict[str, float | int | str]] = {}
+    for record in records:
+        cells.setdefault(record.mode, {})[record.metric] = record.value
+    table = Table("", *cells, title=case)
+    for row in _ROWS:
+        shown = [row.shown(float(seen[row.metric])) if row.metric in seen else "" for seen in cells.values()]
+        table.add_row(row.title, *shown)
+    console.print(table)
+    for mode, seen in cells.items():
+        for metric in ("moved", "failure"):
+            if metric in seen:
+                console.print(f"{mode}: {'moves ' if metric == 'moved' else ''}{seen[metric]}.", markup=False)
+
+
+def run(
+    device: str = "h100-80gb",
+    model: str = "llama-7b",
+    *,
+    policies: Sequence[str] = (ALL,),
+    layers: int | None = None,
+    seq: int = 4096,
+    batch: int = 1,
+    link: float | None = None,
+    capacity: float | None = None,
+    in_flight: float | None = None,
+    ends: bool = False,
+    json: Path | None = None,
+    trace: Path | None = None,
+) -> int:
+    """Run a model's training step on a simulated device under each policy, print the table, write the records.
+
+    Starts the simulator in this process, which can use no other accelerator
+    from then on. Costs seconds and, whatever the model's size, little memory.
+
+    Args:
+        device: name of a description.
+        model: one of ``llama-7b``, ``llama-8b-gqa``, ``llama-70b``, ``tiny-llama``.
+        policies: names out of ``POLICIES``, or ``all``; plain is always measured.
+        layers: None for the model's own number.
+        seq: tokens of a sequence.
+        batch: sequences of a step.
+        link: GB/s of either direction; None for the description's.
+        capacity: GB of device memory; None for the description's.
+        in_flight: MiB that may be leaving or coming at once; None for lowtide's own bound.
+        ends: with embedding, last norm and head.
+        json: where to write the records, or None.
+        trace: where to write a trace of the measured step; with several policies one file each.
+
+    Returns:
+        0: a figure is a finding, not a failure.
+
+    Raises:
+        OptionError: an unknown model or policy, or an impossible size.
+        DescriptionError: an unknown device.
+    """
+    names, shape = _chosen(policies), _shape(model, layers)
+    if seq < 1 or batch < 1:
+        raise _refuse("wrong size of a step", "at least 1 token and 1 sequence", (seq, batch))
+    description = Description.named(device)
+    if link is not None:
+        description = description.with_(link=link * 1e9)
+    if capacity is not None:
+        description = description.with_(capacity=round(capacity * 1e9))
+    sim = lowtide.sim.start(description, compute=False, checks=False)
+    case = f"{device} {model} x{shape.layers} {batch}x{seq} {description.link_out / 1e9:g} GB/s"
+    work = Work.build(shape, seq, batch, ends=ends)
+    records = []
+    bound = None if in_flight is None else round(in_flight * (1 << 20))
+    for name, metric, value in _measure(names, work, sim, in_flight=bound, trace=trace):
+        number, unit = value if isinstance(value, tuple) else (value, "text")
+        records.append(Record(BENCH, case, name, metric, number, unit))
+    if json is not None:
+        write_records(json, records)
+    _table(Console(), case, records)
+    return 0
