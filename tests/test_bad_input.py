@@ -234,6 +234,7 @@ def test_a_wait_before_its_launch(call: str, missing: str) -> None:
 # ---- the lower tier ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("what", ["missing", "below a file"])
 def test_a_file_directory_that_cannot_be_used(what: str, tmp_path: Path) -> None:
     directory = tmp_path / "no" / "where"
@@ -267,6 +268,7 @@ def _full_after(writes: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], No
     return lambda: monkeypatch.setattr(Spill, "write", write)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("writes", [0, 3, 7])
 def test_a_disk_that_is_full_in_mid_step(writes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     free: list[Callable[[], None]] = []
@@ -279,6 +281,7 @@ def test_a_disk_that_is_full_in_mid_step(writes: int, monkeypatch: pytest.Monkey
     trains_on_after(wrong, TierError, str(tmp_path), "bytes", "swap less", mend=lambda _: free[0]())
 
 
+@pytest.mark.cpu
 def test_a_tensor_whose_copy_failed_stays_on_the_device_and_may_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(100)
     swap = SwapTensor(tensor.clone())
@@ -297,6 +300,7 @@ def test_a_tensor_whose_copy_failed_stays_on_the_device_and_may_try_again(monkey
     assert torch.equal(swap.get_val(), tensor)
 
 
+@pytest.mark.cpu  # the pool words it otherwise: tests/residency/test_pool.py
 def test_a_host_budget_too_small_for_what_must_move() -> None:
     def wrong(training: Training) -> None:
         _wrap_all(training, lambda m: swap_wrapper(m, lambda _: CheckpointPolicy.MUST_SWAP))
@@ -370,6 +374,7 @@ def test_every_error_is_a_runtime_error_of_one_tree() -> None:
     assert issubclass(ReplayError, LowtideError)
 
 
+@pytest.mark.cpu
 def test_a_spill_file_in_memory_is_named_by_the_report(tmp_path: Path) -> None:
     shared = Path("/dev/shm")  # noqa: S108 - the file system in memory itself, not a guess at a folder for scratch
     if not shared.is_dir():

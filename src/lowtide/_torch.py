@@ -29,7 +29,6 @@ __all__ = [
     "SingleLevelFunction",
     "any_functorch_transform",
     "autograd_keeps_graph",
-    "backend_of_others",
     "conjugate_view",
     "current_backward",
     "current_python_node",
@@ -152,8 +151,3 @@ def conjugate_view(tensor: torch.Tensor, *, conjugate: bool, negative: bool) -> 
 def is_traceable_subclass(tensor: object) -> bool:
     """Whether a tensor subclass can be taken apart with ``__tensor_flatten__`` (2.1-2.14)."""
     return is_traceable_wrapper_subclass(tensor)
-
-
-def backend_of_others() -> str:
-    """The device name that a backend outside of torch has given itself, or ``"privateuseone"`` where there is none."""
-    return str(torch._C._get_privateuse1_backend_name())

@@ -35,6 +35,7 @@ __all__ = [
     "use_stream",
     "wait_event",
     "wait_stream",
+    "with_default_device",
     "with_numeric_flags",
 ]
 
@@ -168,6 +169,16 @@ def _set_numeric_flags(flags: NumericFlags) -> None:
     torch.backends.cudnn.deterministic = cudnn_deterministic
     torch.backends.mkldnn.enabled = mkldnn  # type: ignore[assignment]
     torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def with_default_device(where: torch.device) -> Iterator[None]:
+    """Make tensors on ``where`` by default in the body: backward's threads do not know the default of forward's."""
+    if torch.get_default_device() == where:
+        yield
+        return
+    with where:
+        yield
 
 
 def capturing(device: torch.device) -> bool:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide.device import default_generator
+
 from .functions import Functions
 from .operators import KINDS, Env, N
 
@@ -107,4 +109,5 @@ def train(net: Net) -> list[Tensor | None]:
         if program.ending == "twice":
             loss.backward(retain_graph=True)
         loss.backward()
-    return [*seen, x.grad, weight.grad, torch.get_rng_state()]
+    generator = default_generator(x.device)  # of an accelerator, where the campaign runs on one
+    return [*seen, x.grad, weight.grad, torch.get_rng_state(), generator.get_state()]

@@ -519,6 +519,7 @@ def _one_buffer_for_two(fake: FakeDevice, between: Callable[[], None]) -> None:
     second.wait_load()
 
 
+@pytest.mark.cpu
 def test_a_host_buffer_is_reused_only_after_its_last_copy(fake: FakeDevice) -> None:
     _one_buffer_for_two(fake, lambda: None)
     assert SwapManager().carrier_for(CPU).pool.allocations == 1

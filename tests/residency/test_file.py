@@ -30,6 +30,8 @@ from lowtide.errors import CapacityError, StateError, TierError
 from lowtide.residency import spill as spill_module
 from lowtide.residency.file import FileSlot, FileTicket, FileTier, measure_bandwidth
 
+pytestmark = pytest.mark.cpu  # a file is the lower tier of plain CPU memory
+
 PAGE = 4096
 DESCRIPTORS = Path("/proc/self/fd")
 BOUNCE = 64 << 10

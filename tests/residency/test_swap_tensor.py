@@ -53,6 +53,7 @@ def test_a_round_trip_gives_the_same_bits_layout_and_lazy_bits(name: str) -> Non
     assert _same_bits(back, expected)
 
 
+@pytest.mark.cpu
 def test_the_whole_storage_moves_once_and_the_device_bytes_are_freed() -> None:
     tensor = torch.randn(1000, 1000)[3:4]
     swap = SwapTensor(tensor)
@@ -156,6 +157,7 @@ def test_aliases_share_one_copy() -> None:
     assert manager.adopt(base, "d") is not first
 
 
+@pytest.mark.cpu
 def test_a_tensor_that_is_named_twice_moves_once() -> None:
     storage = Storage("layer")
     swap = SwapTensor(torch.randn(100))
@@ -181,6 +183,7 @@ def test_a_budget_that_is_too_small_says_how_much_is_needed_and_keeps_the_tensor
     assert torch.equal(swap.get_val(), tensor)
 
 
+@pytest.mark.cpu
 def test_a_missing_directory_says_so_and_keeps_the_tensor(tmp_path: object) -> None:
     SwapManager().configure(file_dir=str(tmp_path) + "/missing")
     swap = SwapTensor(torch.randn(1000))
@@ -227,6 +230,7 @@ class TestGroup:
         with pytest.raises(ScheduleError, match="never filled"):
             SwapManager().launch_offload("nobody")
 
+    @pytest.mark.cpu
     def test_a_group_does_not_keep_its_tensors_alive(self) -> None:
         group, storage, _ = self._filled()
         group.launch_offload()

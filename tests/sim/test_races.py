@@ -204,3 +204,17 @@ def test_a_race_in_backward_names_the_node_and_the_line_of_its_forward(sim: Simu
     assert race.second.stack[0] == "backward of MulBackward0"
     assert Path(__file__).name in race.second.stack[1]
     torch.accelerator.synchronize()
+
+
+def test_attention_reads_its_mask_in_both_directions(sim: Simulator) -> None:
+    q, k, v = (torch.ones(1, 2, 8, 8, device="sim", requires_grad=True) for _ in range(3))
+    host, mask = torch.zeros(8, 8, pin_memory=True), torch.zeros(8, 8, device="sim")
+    loss = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).sum()
+    torch.accelerator.synchronize()
+    with torch.Stream("sim"):
+        mask.data.copy_(host, non_blocking=True)  # no order, and the mask is NaN until there is one
+    loss.backward()
+    assert any(race.second.operator.endswith("_backward") for race in sim.races())
+    assert q.grad is not None
+    assert q.grad.isnan().any()
+    torch.accelerator.synchronize()

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as torch_contexts
 
-from lowtide import _torch
+from lowtide import _torch, device
 from lowtide.activations.answers import CheckpointFrame
 from lowtide.activations.operators import Kind, operator_of
 from lowtide.activations.recorder import take_generator
@@ -290,6 +290,8 @@ def run_again(region: Region, fn: Callable[..., Any], args: Any, kwargs: Any) ->
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
+    default_device = torch.get_default_device()
+
     def call(*tensors: Any) -> Any:
         filled = list(rest)
         for i, tensor in zip(where, tensors, strict=True):
@@ -297,7 +299,8 @@ def run_again(region: Region, fn: Callable[..., Any], args: Any, kwargs: Any) ->
         again_args, again_kwargs = tree_unflatten(filled, spec)
         _local.depth += 1
         try:
-            return fn(*again_args, **again_kwargs)
+            with device.with_default_device(default_device):
+                return fn(*again_args, **again_kwargs)
         finally:
             _local.depth -= 1
 

@@ -223,7 +223,7 @@ def call_forward(node: FunctionNode, args: list[Any], where: str) -> tuple[list[
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(False)
-        with torch.no_grad():
+        with torch.no_grad(), device.with_default_device(node.default_device):
             if function.setup_context is not _torch.SingleLevelFunction.setup_context:  # type: ignore[attr-defined]
                 out = function.forward(*args)
                 function.setup_context(context, tuple(args), out)

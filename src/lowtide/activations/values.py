@@ -101,7 +101,17 @@ class Node:
 class FunctionNode:
     """One ``autograd.Function.apply`` call, replayed by calling its forward with a stub context (R17)."""
 
-    __slots__ = ("args", "autocast", "function", "generators", "inputs", "needs_grad", "outputs", "saved_count")
+    __slots__ = (
+        "args",
+        "autocast",
+        "default_device",
+        "function",
+        "generators",
+        "inputs",
+        "needs_grad",
+        "outputs",
+        "saved_count",
+    )
 
     def __init__(self) -> None:
         self.function: Any = None
@@ -110,6 +120,7 @@ class FunctionNode:
         self.outputs: list[tuple[int, Value]] = []  # k >= 0: output k; k < 0: saved tensor number -1 - k
         self.generators: list[tuple[torch.Generator, torch.Tensor]] = []
         self.autocast: list[tuple[str, bool, torch.dtype]] = []
+        self.default_device = torch.get_default_device()
         self.needs_grad: tuple[bool, ...] = ()
         self.saved_count = 0
 

@@ -43,7 +43,7 @@ class OptionError(LowtideError, ValueError):
 
 
 @dataclass(frozen=True)
-class _Row:
+class _Column:
     """A line of the table: the metric of the records, how it is called there, and how it is shown."""
 
     metric: str
@@ -63,26 +63,32 @@ def _gib(value: float) -> str:
     return f"{value / GIB:.3f}"
 
 
-_ROWS = (
-    _Row("step_seconds", "step, ms", _milliseconds),
-    _Row("over_plain", "over plain", _share),
-    _Row("recompute_over_plain", "recompute, of plain's compute", _share),
-    _Row("peak_active_bytes", "peak, GiB", _gib),
-    _Row("kept_after_forward_bytes", "kept after forward, GiB", _gib),
-    _Row("inputs_resident", "in use between layers, inputs", "{:.2f}".format),
-    _Row("exposed_seconds", "exposed copies, ms", _milliseconds),
-    _Row("exposed_over_step", "exposed copies, of the step", _share),
-    _Row("exposed_out_seconds", "exposed copies out, ms", _milliseconds),
-    _Row("exposed_in_seconds", "exposed copies in, ms", _milliseconds),
-    _Row("layer_bytes", "a layer moves, GiB", _gib),
-    _Row("out_bytes", "moved out, GiB", _gib),
-    _Row("out_utilisation", "link out busy", _share),
-    _Row("in_utilisation", "link in busy", _share),
-    _Row("device_seconds_per_layer", "device, ms a layer", _milliseconds),
-    _Row("host_seconds_per_layer", "host, ms a layer", _milliseconds),
-    _Row("closed_form_seconds", "closed form, ms", _milliseconds),
-    _Row("over_closed_form", "step over closed form", _share),
-)
+# Three tables that fit a narrow terminal, a row a policy.
+_TABLES = {
+    "time": (
+        _Column("step_seconds", "step, ms", _milliseconds),
+        _Column("over_plain", "over plain", _share),
+        _Column("recompute_over_plain", "run again", _share),
+        _Column("over_closed_form", "over closed form", _share),
+        _Column("device_seconds_per_layer", "device, ms a layer", _milliseconds),
+        _Column("host_seconds_per_layer", "host, ms a layer", _milliseconds),
+    ),
+    "memory": (
+        _Column("peak_active_bytes", "peak, GiB", _gib),
+        _Column("kept_after_forward_bytes", "kept after forward, GiB", _gib),
+        _Column("inputs_resident", "between layers, inputs", "{:.2f}".format),
+        _Column("layer_bytes", "a layer moves, GiB", _gib),
+        _Column("out_bytes", "moved out, GiB", _gib),
+    ),
+    "link": (
+        _Column("exposed_over_step", "exposed, of the step", _share),
+        _Column("exposed_seconds", "exposed, ms", _milliseconds),
+        _Column("exposed_out_seconds", "out, ms", _milliseconds),
+        _Column("exposed_in_seconds", "in, ms", _milliseconds),
+        _Column("out_utilisation", "out busy", _share),
+        _Column("in_utilisation", "in busy", _share),
+    ),
+}
 
 
 def _refuse(what: str, expected: str, got: object) -> OptionError:
@@ -191,11 +197,13 @@ def _table(console: Console, case: str, records: Iterable[Record]) -> None:
     cells: dict[str, dict[str, float | int | str]] = {}
     for record in records:
         cells.setdefault(record.mode, {})[record.metric] = record.value
-    table = Table("", *cells, title=case)
-    for row in _ROWS:
-        shown = [row.shown(float(seen[row.metric])) if row.metric in seen else "" for seen in cells.values()]
-        table.add_row(row.title, *shown)
-    console.print(table)
+    for name, columns in _TABLES.items():
+        table = Table("policy", *[column.title for column in columns], title=f"{case}: {name}")
+        table.columns[0].no_wrap = True
+        for mode, seen in cells.items():
+            if columns[0].metric in seen:
+                table.add_row(mode, *[c.shown(float(seen[c.metric])) if c.metric in seen else "" for c in columns])
+        console.print(table)
     for mode, seen in cells.items():
         for metric in ("moved", "failure"):
             if metric in seen:

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile, record_function
 
-from lowtide import _torch
 from lowtide.errors import UnsupportedError, explain
 
 __all__ = ["MemoryCurve", "Phase", "memory_curve"]
@@ -120,13 +119,6 @@ def _stop_counting(device: torch.device | None, base: int) -> int | None:
     return torch.accelerator.max_memory_allocated() - base
 
 
-def _event_device(device_type: str | None) -> str:
-    """What the profiler calls a device: its own name, or that of the slot that a backend outside of torch has taken."""
-    if device_type == _torch.backend_of_others():
-        return "privateuse1"
-    return device_type or "cpu"
-
-
 def _curve(events: Iterable[Any], device_type: str | None, peak: int | None) -> MemoryCurve:
     """Add up the allocator's events that lie inside the measured call, on the one device that is measured."""
     ordered = sorted(events, key=lambda event: event.start_ns())
@@ -134,7 +126,7 @@ def _curve(events: Iterable[Any], device_type: str | None, peak: int | None) -> 
     begin, end = whole.start_ns(), whole.start_ns() + whole.duration_ns()
     inside = [event for event in ordered if begin <= event.start_ns() <= end and event is not whole]
     points = [(0.0, 0)]
-    wanted = _event_device(device_type)
+    wanted = device_type or "cpu"
     for event in inside:
         if event.name() == _ALLOCATOR_EVENT and event.device_type().name.lower() == wanted:
             points.append(((event.start_ns() - begin) / 1e9, points[-1][1] + event.nbytes()))

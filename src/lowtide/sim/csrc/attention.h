@@ -161,8 +161,10 @@ inline AttentionGradients attention_backward(
     const Tensor&,
     std::optional<double> scale) {
   Call call("_scaled_dot_product_fused_attention_overrideable_backward");
-  for (const auto& t : {grad, q, k, v, out, lse}) {
-    call.reads(t);
+  for (const auto& t : {grad, q, k, v, out, lse, bias, seed}) {
+    if (t.defined() && t.device().type() == kSim) {
+      call.reads(t);
+    }
   }
   call.cost.half = q.element_size() <= 2;
   call.cost.operations = 10.0 * (double)q.numel() * (double)k.size(-2);
