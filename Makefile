@@ -1,4 +1,5 @@
 # make demo: see it work.   make test: everything that CI runs.
+# The tests of the engine run twice, on the CPU and on the simulated accelerator, which g++ compiles the first time.
 # Both make what they need in .venv the first time; later calls start at once.
 
 PYTHON ?= python3
@@ -24,6 +25,7 @@ test: $(VENV)/ready-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --device sim tests
 
 format: $(VENV)/ready-dev
 	$(BIN)/ruff format

@@ -12,7 +12,8 @@ nox.options.default_venv_backend = "venv"
 nox.options.sessions = ["tests"]
 
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
-TORCHES = ["2.10.0", "2.11.0", "2.12.1", "2.13.0"]
+TORCHES = ["2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1"]
+TORCH = "2.13.0"  # that of CI
 
 
 def install(session: nox.Session, torch: str, extras: str) -> None:
@@ -27,17 +28,18 @@ def tests(session: nox.Session, torch: str) -> None:
     """Run the test suite on every supported pair of Python and torch."""
     install(session, torch, "report,dev")
     session.run("python", "-m", "pytest", *session.posargs)
+    session.run("python", "-m", "pytest", "--device", "sim", "tests")
 
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
     """Run the fuzzer for as long as asked: ``nox -s fuzz -- --seconds 3600``."""
-    install(session, TORCHES[-1], "dev")
+    install(session, TORCH, "dev")
     session.run("python", "-m", "tests.fuzz", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
     """Run the whole bench and write its figures: ``nox -s bench -- --json figures.json``."""
-    install(session, TORCHES[-1], "report")
+    install(session, TORCH, "report")
     session.run("lowtide", "bench", *session.posargs)

@@ -10,11 +10,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from lowtide import SwapManager
+
+HERE = Path(__file__).parent
+# What is about the engine and holds on every device; the rest is about commands, pages and the package.
+ENGINE = {"activations", "cases", "fuzz", "models", "mutations", "residency", "sim", "test_bad_input.py"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,11 +38,23 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["LOWTIDE_TEST_DEVICE"] = "sim"
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    outside = collection_path.parent == HERE and collection_path.name not in {*ENGINE, "conftest.py", "__init__.py"}
+    return True if outside and config.getoption("--device") == "sim" else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    other = "cpu" if config.getoption("--device") == "sim" else "sim"
-    out = [item for item in items if item.get_closest_marker(other)]
-    config.hook.pytest_deselected(items=out)
-    items[:] = [item for item in items if not item.get_closest_marker(other)]
+    on_sim = config.getoption("--device") == "sim"
+
+    def stays(item: pytest.Item) -> bool:
+        about_sim = item.get_closest_marker("sim") is not None
+        if not on_sim:
+            return not about_sim
+        # What lies beside the simulator's tests and starts no device (descriptions, formulas) has run on the CPU.
+        return about_sim or not (item.get_closest_marker("cpu") or item.path.parent == HERE / "sim")
+
+    config.hook.pytest_deselected(items=[item for item in items if not stays(item)])
+    items[:] = [item for item in items if stays(item)]
 
 
 @pytest.fixture(autouse=True)
