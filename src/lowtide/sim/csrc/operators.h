@@ -132,7 +132,19 @@ inline void hold_back(Block* block, const Tensor& target, std::pair<int, uint64_
   block->arrivals.push_back(std::move(arrival));
 }
 
+inline void let_wait(DeviceIndex waiting, DeviceIndex other) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  auto *late = current_stream(waiting), *early = current_stream(other);
+  join(late->clock, early->clock);
+  late->time = std::max(late->time, early->time);
+}
+
+// Between two devices the current streams of both are ordered around the copy, as torch orders them.
 inline void copy_on_device(const Tensor& source, const Tensor& target) {
+  auto from = index_of(source.device()), to = index_of(target.device());
+  if (from != to) {
+    let_wait(from, to);
+  }
   Call call("copy_");
   call.reads(source);
   call.writes(target);
@@ -143,6 +155,9 @@ inline void copy_on_device(const Tensor& source, const Tensor& target) {
     shadows.of(target).copy_(shadows.of(source));
   }
   call.launch();
+  if (from != to) {
+    let_wait(to, from);
+  }
 }
 
 // Across the link. Asynchronous where the host's side is pinned and the caller does not want to wait.
