@@ -39,6 +39,14 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session
+def mutations(session: nox.Session) -> None:
+    """Run every mutant and write the table: ``nox -s mutations``. Takes a quarter of an hour."""
+    install(session, TORCH, "dev")
+    table = session.posargs or ["--markdown", "docs/mutations.md"]
+    session.run("python", "-m", "tests.mutations", "--run", *table)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Run the whole bench and write its figures: ``nox -s bench -- --json figures.json``."""
     install(session, TORCH, "report")

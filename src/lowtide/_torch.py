@@ -11,6 +11,7 @@ Imports no other module of the package.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = [
+    "FUNCTION_WITH_APPLY",
     "NO_BACKWARD",
     "TRACING_TYPES",
     "DispatchMode",
@@ -40,6 +42,7 @@ __all__ = [
     "no_dispatch",
     "pin_again",
     "queue_after_backward",
+    "register_device_module",
     "storage_key",
     "take_weak_storage",
     "weak_storage_is_dead",
@@ -48,6 +51,13 @@ __all__ = [
 # `Function.apply` calls `super().apply`; the class below is where `f = Fn.apply`,
 # bound before we were imported, still arrives (2.0-2.14).
 SingleLevelFunction: type = torch.autograd.function._SingleLevelFunction
+# Where every call of a Function passes: up to 2.13 `Function.apply` is Python and goes on to the class below; from 2.14
+# on it is the C method itself, named once more in `Function`, and an `apply` bound before our hook passes it by.
+FUNCTION_WITH_APPLY: type = (
+    torch.autograd.Function
+    if torch.autograd.Function.__dict__["apply"] is torch._C._FunctionBase.__dict__["apply"]
+    else SingleLevelFunction
+)
 
 # The Python-only context that `torch.utils.checkpoint` too uses to replay baked-in casts (1.11-2.14).
 no_autocast: Callable[[], Any] = torch._C._DisableAutocast
@@ -151,3 +161,8 @@ def conjugate_view(tensor: torch.Tensor, *, conjugate: bool, negative: bool) -> 
 def is_traceable_subclass(tensor: object) -> bool:
     """Whether a tensor subclass can be taken apart with ``__tensor_flatten__`` (2.1-2.14)."""
     return is_traceable_wrapper_subclass(tensor)
+
+
+def register_device_module(name: str, module: ModuleType) -> None:
+    """Make a module ``torch.<name>``, where torch looks for what a backend outside of it can do (2.1-2.14)."""
+    torch._register_device_module(name, module)

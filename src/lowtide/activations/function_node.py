@@ -367,7 +367,7 @@ def _is_ours(tape: Tape) -> bool:
 
 def install(find_tape: Callable[[], Tape | None]) -> None:
     """Route ``Function.apply`` inside regions through the tape. Outside of regions it costs about a microsecond."""
-    base: Any = _torch.SingleLevelFunction
+    base: Any = _torch.FUNCTION_WITH_APPLY
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         call = super(base, cls).apply

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
+from lowtide import _torch
+
 __all__ = ["install"]
 
 DeviceLike = Any
@@ -25,7 +27,7 @@ def install(native: ModuleType, count: int) -> ModuleType:
     for part in (_devices(native, count), _memory(), _random(native, count), _streams()):
         for name, value in part.items():
             setattr(module, name, value)
-    torch._register_device_module("sim", module)
+    _torch.register_device_module("sim", module)
     generate_methods_for_privateuse1_backend()
     return module
 
