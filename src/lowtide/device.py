@@ -125,6 +125,24 @@ def pinned_bytes(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
+# Backends whose page-locked memory comes from torch's caching host allocator.
+_ROUNDS_UP = frozenset({"cuda", "xpu", "npu"})
+
+
+def pinned_footprint(nbytes: int, device: torch.device) -> int:
+    """Bytes of host memory that :func:`pinned_bytes` really takes where ``device`` is the accelerator.
+
+    torch's caching host allocator rounds requests up to a power of two (all of them up to 2.10, and later unless it was
+    told a size above which it should not).
+
+    >>> pinned_footprint(5 << 20, torch.device("cuda")) >> 20, pinned_footprint(5 << 20, torch.device("cpu")) >> 20
+    (8, 5)
+    """
+    if device.type not in _ROUNDS_UP or nbytes <= 1:
+        return nbytes
+    return 1 << (nbytes - 1).bit_length()
+
+
 NumericFlags = tuple[str, bool, bool, bool, bool, bool, int]
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from lowtide.device import pinned_footprint
 from lowtide.errors import CapacityError, StateError
 from lowtide.residency.pool import HostBuffer, HostPool, size_class
 
@@ -202,6 +203,36 @@ def test_a_request_that_fits_only_without_rounding_is_served() -> None:
     pool.give(buffer)
     assert pool.take(32 * KIB + 1).capacity == 33 * KIB
     assert pool.allocations == 1
+
+
+def test_the_budget_bounds_what_an_allocator_takes_that_rounds_up_itself() -> None:
+    def footprint(nbytes: int) -> int:
+        return 1 << (nbytes - 1).bit_length()
+
+    taken: list[int] = []
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        taken.append(footprint(nbytes))
+        return plain(nbytes)
+
+    pool = HostPool(allocate=allocate, budget=32 * KIB, footprint=footprint)
+    buffer = pool.take(9 * KIB)
+    assert buffer.capacity == pool.allocated_bytes == sum(taken) == 16 * KIB
+    with pytest.raises(CapacityError, match=f"at least {48 * KIB} bytes in total"):
+        pool.take(17 * KIB)
+    pool.give(buffer)
+    assert pool.take(15 * KIB).capacity == 16 * KIB  # what the rounding added is of use to another
+    pool.take(16 * KIB)
+    assert sum(taken) == pool.allocated_bytes == 32 * KIB
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "cpu"])
+def test_the_footprint_of_pinned_memory_holds_the_request(kind: str) -> None:
+    where = torch.device(kind)
+    for nbytes in (0, 1, 2, 3, 4096, 4097, 5 << 20, 1 << 30, (1 << 30) + 1):
+        held = pinned_footprint(nbytes, where)
+        assert nbytes <= held <= max(2 * nbytes - 1, nbytes)
+        assert pinned_footprint(held, where) == held
 
 
 def test_trim_frees_idle_buffers_behind_their_readers() -> None:

@@ -372,10 +372,8 @@ def install(find_tape: Callable[[], Tape | None]) -> None:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         call = super(base, cls).apply
         tape = find_tape()
-        if tape is not None:
-            tape.python_nodes = True
-            if _is_ours(tape):
-                return _record_call(tape, cls, call, args, kwargs)
+        if tape is not None and _is_ours(tape):
+            return _record_call(tape, cls, call, args, kwargs)
         return call(*args, **kwargs)
 
     hook: Any = classmethod(apply)

@@ -89,7 +89,10 @@ class Operator:
         self.list_positions = lists  # positional arguments that may be a list of tensors
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.atomic = self.name in _ATOMIC or _nondeterministic_bitwise in func.tags
-        self.full_write = bool(self.writes) and (self.name in _FULL_WRITES or torch.Tag.out in func.tags)
+        # An out= overload, told by its schema: torch 2.10 has no tag for it, and later ones tag operators with it that
+        # update other arguments besides (_fused_adamw.out).
+        out = all(a.kwarg_only for a, w in zip(schema.arguments, written, strict=True) if w)
+        self.full_write = bool(self.writes) and (self.name in _FULL_WRITES or out)
         # flash attention is tagged random whether or not it drops: look at dropout_p first (R9)
         self.dropout_p = next((i for i, a in enumerate(schema.arguments) if a.name == "dropout_p"), -1)
         # whether the schema's write annotations are the contract (R4, R5)

@@ -44,8 +44,7 @@ def _unpack(tape: Tape, handle: Handle) -> Tensor:
     in_backward = task != _torch.NO_BACKWARD
     if task != tape.backward or not in_backward:
         _open_epoch(tape, task)
-    if tape.python_nodes:
-        _note_reader(tape, value)
+    _note_reader(tape, value)
     if tape.on_backward is not None:
         visit, tape.on_backward = tape.on_backward, None
         visit.reached()

@@ -72,7 +72,6 @@ class Tape:
         "packed",
         "plan_is_new",
         "planned",
-        "python_nodes",
         "recording",
         "spill",
         "spill_bytes",
@@ -99,7 +98,6 @@ class Tape:
         self.plan_is_new = False  # no node has run since the reads were counted
         self.epoch = 0  # number of the backward
         self.backward = _torch.NO_BACKWARD  # the engine's id of the backward that has unpacked from us and still runs
-        self.python_nodes = False  # an autograd.Function ran here: it may read its saved tensors twice
         self.last_reader: tuple[int | None, list[Value]] | None = None  # such a node, and what it may read again
         self.drops = False  # this backward may drop held values at their last use (R16)
         self.dropped = False

@@ -190,7 +190,11 @@ class PinnedCarrier:
         self._traffic = traffic
         self._streams: dict[str, Any] = {}
         self._lock = threading.Lock()
-        self.pool = HostPool(allocate=device.pinned_bytes, budget=settings.host_bytes)
+        self.pool = HostPool(
+            allocate=device.pinned_bytes,
+            budget=settings.host_bytes,
+            footprint=lambda nbytes: device.pinned_footprint(nbytes, where),
+        )
 
     def _stream(self, direction: str) -> Any:
         with self._lock:

@@ -6,7 +6,8 @@ to step (packing, mixtures of experts) meet a buffer that is there already.
 
 Laws:
 
-1. Allocated bytes never exceed the budget; idle buffers are freed before a request is refused.
+1. Allocated bytes, those of the allocator's own rounding included, never exceed the budget; idle buffers are freed
+   before a request is refused.
 2. A buffer is lent to one holder at a time; giving it back twice raises.
 3. A buffer comes back with the event of its last reader. The pool never asks
    whether that event is complete (a host that runs ahead would never see it):
@@ -113,10 +114,19 @@ class HostPool:
     Args:
         allocate: returns a 1-D uint8 tensor of the bytes asked for, pinned where that helps.
         budget: the most bytes allocated at once, lent or idle.
+        footprint: the bytes that ``allocate`` really takes for a request, where its own rounding adds some.
+            Such a buffer has all of them as its capacity.
     """
 
-    def __init__(self, *, allocate: Callable[[int], torch.Tensor], budget: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        allocate: Callable[[int], torch.Tensor],
+        budget: int | None = None,
+        footprint: Callable[[int], int] = int,
+    ) -> None:
         self._allocate = allocate
+        self._footprint = footprint
         self._budget = budget
         self._lock = threading.Lock()
         self._idle: dict[int, deque[_Block]] = {}
@@ -177,7 +187,7 @@ class HostPool:
             )
         with self._lock:
             self._settle()
-            wanted = size_class(nbytes)
+            wanted = self._footprint(size_class(nbytes))
             block = self._reuse(nbytes, _ROOMY * wanted) or self._within_budget(nbytes, wanted)
             self._live_bytes += block.capacity
         return HostBuffer(block, nbytes, self)
@@ -255,12 +265,12 @@ class HostPool:
             block = self._reuse(nbytes, None)
             if block is not None:
                 return block
-            wanted = max(nbytes, min(wanted, self._budget - self._live_bytes))
+            wanted = self._footprint(nbytes)
             if self._live_bytes + wanted > self._budget:
                 raise CapacityError(
                     explain(
                         "the host budget is too small",
-                        expected=f"at least {self._live_bytes + nbytes} bytes in total",
+                        expected=f"at least {self._live_bytes + wanted} bytes in total",
                         got=f"{self._budget} bytes, {self._live_bytes} of them lent",
                         where=f"take({nbytes})",
                         remedy="Raise host_bytes, or swap less.",
