@@ -118,8 +118,8 @@ def test_saved_tensors_may_be_read_twice_by_a_python_node(wrap: Any, x: Tensor) 
     both(wrap, action, lambda x: ReadsTwice.apply(ReadsTwice.apply(x.exp(), x.sin()), x.tanh() * 2).cos())
 
 
-# The entry in C++ below every Python `apply`: what `apply = Fn.apply` is in torch 2.14 where it was bound before lowtide
-# was imported.
+# The entry in C++ below every Python `apply`: what `apply = Fn.apply` is in torch 2.14 where it was bound before
+# lowtide was imported.
 passes_by = super(torch.autograd.function._SingleLevelFunction, ReadsTwice).apply  # type: ignore[misc]
 
 
