@@ -10,6 +10,7 @@ Imports no other module of the package.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -46,6 +47,7 @@ __all__ = [
     "storage_key",
     "take_weak_storage",
     "weak_storage_is_dead",
+    "without_modes",
 ]
 
 # `Function.apply` calls `super().apply`; the class below is where `f = Fn.apply`,
@@ -147,6 +149,20 @@ def current_python_node() -> Any | None:
     """The node of an ``autograd.Function`` whose backward runs now on this thread, or None (2.1-2.14)."""
     node: Any = torch._C._current_autograd_node()
     return node if isinstance(node, torch.autograd.function.BackwardCFunction) else None
+
+
+def without_modes(argument: Any) -> Any:
+    """What ``torch.library`` passes to its Functions beside the user's arguments, less today's dispatch modes.
+
+    Its set of dispatch keys names the modes of the moment; called again without one, torch 2.10 and 2.11 assert
+    (2.4-2.14). Any other argument is given back as it is.
+    """
+    keys = getattr(argument, "keyset", None)
+    if not isinstance(keys, torch._C.DispatchKeySet):
+        return argument
+    for key in (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot):
+        keys = keys.remove(key)
+    return dataclasses.replace(argument, keyset=keys)
 
 
 def conjugate_view(tensor: torch.Tensor, *, conjugate: bool, negative: bool) -> torch.Tensor:

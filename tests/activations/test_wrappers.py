@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 import pickle
@@ -315,3 +316,43 @@ def test_what_cannot_be_called_cannot_be_wrapped(thing: Any) -> None:
     else:
         with pytest.raises(WrapError, match="only modules and functions"):
             checkpoint_wrapper(thing)
+
+
+# ---- a forward that is no plain method -----------------------------------------------------------------
+
+
+class Static(nn.Module):
+    """Called without itself."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sin().exp()
+
+
+class Partial(nn.Module):
+    """A method with an argument filled in."""
+
+    def scaled(self, x: Tensor, scale: float) -> Tensor:
+        return x.sin().exp() * scale
+
+    forward = functools.partialmethod(scaled, scale=3.0)
+
+
+class Stateless(nn.Module):
+    """A builtin, which binds nothing."""
+
+    forward = torch.exp
+
+
+class Child(Layer):
+    """Its forward is that of its base."""
+
+
+@pytest.mark.parametrize("kind", [Static, Partial, Stateless, Child])
+def test_a_forward_that_is_no_plain_method_is_called_as_before(kind: type[nn.Module], wrap: Any, x: Tensor) -> None:
+    torch.manual_seed(0)
+    plain = kind()
+    wrapped = wrap(copy.deepcopy(plain))
+    same(results(wrapped, x), results(plain, x))
+    unwrap(wrapped)
+    assert "forward" not in wrapped.__dict__

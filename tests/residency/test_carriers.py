@@ -122,6 +122,9 @@ class FakeDevice:
         self.streams.append(FakeStream(f"copy {len(self.streams)}"))
         return self.streams[-1]
 
+    def pinned_footprint(self, nbytes: int, _where: torch.device) -> int:
+        return nbytes
+
     def pinned_bytes(self, nbytes: int) -> Tensor:
         block = torch.full((nbytes,), POISON, dtype=torch.uint8)
         self.blocks.append(weakref.ref(block))

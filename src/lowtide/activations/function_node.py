@@ -260,7 +260,7 @@ def _refer_arguments(tape: Tape, args: Any, inputs: list[Value]) -> list[Any]:
         elif type(value) in (list, tuple) and tensors_in([value]):
             converted.append(type(value)(_refer_arguments(tape, value, inputs)))
         else:
-            converted.append(value)
+            converted.append(_torch.without_modes(value))
     return converted
 
 

@@ -8,6 +8,7 @@ counting; what is attached can be detached.
 from __future__ import annotations
 
 import inspect
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -54,7 +55,12 @@ class WrappedForward:
         if self.original is not None:
             return self.original
         module = self.module
-        bound: Callable[..., Any] = type(module).forward.__get__(module)
+        if torch.compiler.is_compiling():
+            # Dynamo of torch 2.10 does not know how to trace a descriptor.
+            return types.MethodType(type(module).forward, module)
+        kind = type(module)
+        found: Any = next(one.__dict__["forward"] for one in kind.__mro__ if "forward" in one.__dict__)
+        bound: Callable[..., Any] = found.__get__(module, kind) if hasattr(found, "__get__") else found
         return bound
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

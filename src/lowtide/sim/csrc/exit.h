@@ -1,10 +1,10 @@
 // How a process that has run backward ends cleanly.
 //
-// Autograd's worker of a device drops the last references of a finished backward *after* it has woken the thread that
-// waits for it. Some of them belong to Python objects, and whoever takes the interpreter's lock while the interpreter
-// ends is ended by force, in the middle of a destructor: the process aborts. A worker takes one task after the other,
-// so once a later task is over the references of all earlier ones are gone. This last task is made of C++ objects only:
-// nothing of it needs the interpreter when it is dropped.
+// Autograd's worker of a device drops what a finished backward held *after* it has woken the thread that waits for it:
+// hooks and dispatch modes that were active when backward was called, which are Python objects. Whoever waits for the
+// interpreter's lock while the interpreter ends is ended by force, here in the middle of a destructor: the process
+// aborts. A worker takes one task after the other, so once a later task is over what it held for all earlier ones is
+// gone. This last task is made of C++ objects only: nothing of it needs the interpreter when it is dropped.
 #pragma once
 
 #include "stacks.h"
