@@ -32,6 +32,13 @@ def tests(session: nox.Session, torch: str) -> None:
 
 
 @nox.session
+def no_compute(session: nox.Session) -> None:
+    """Run every engine test on the simulated accelerator once more, without kernels: bytes, times, races."""
+    install(session, TORCH, "report,dev")
+    session.run("python", "-m", "pytest", "-n", "2", "--device", "sim", "--no-compute", "tests", *session.posargs)
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """Run the fuzzer for as long as asked: ``nox -s fuzz -- --seconds 3600``."""
     install(session, TORCH, "dev")

@@ -3,7 +3,8 @@
 The suite runs on one device at a time. ``--device sim`` makes the simulated accelerator the default of every tensor:
 the same laws then hold on a device with streams, and a test fails if it leaves a race behind. A test that is about the
 CPU or its file tier says so with ``@pytest.mark.cpu``, one that starts the simulator itself with ``@pytest.mark.sim``;
-neither runs on the other device.
+neither runs on the other device. With ``--no-compute`` no kernel runs: numbers are not compared, shapes and types are,
+and bytes, times and races are what they are; a test of numbers alone says so with ``@pytest.mark.values``.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cpu: about plain CPU memory or its file tier; not run with --device sim")
     config.addinivalue_line("markers", "sim: about the simulated accelerator; run with --device sim only")
+    config.addinivalue_line("markers", "values: about numbers alone; not run with --no-compute")
     if config.getoption("--device") == "sim":
         import lowtide.sim
 
@@ -45,11 +47,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     on_sim = config.getoption("--device") == "sim"
+    computes_nothing = config.getoption("--no-compute")
 
     def stays(item: pytest.Item) -> bool:
         about_sim = item.get_closest_marker("sim") is not None
         if not on_sim:
             return not about_sim
+        if computes_nothing and item.get_closest_marker("values") is not None:
+            return False
         # What lies beside the simulator's tests and starts no device (descriptions, formulas) has run on the CPU.
         return about_sim or not (item.get_closest_marker("cpu") or item.path.parent == HERE / "sim")
 
@@ -58,7 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def on_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
+def on_the_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make tensors on the chosen device, and demand that nothing raced there."""
     if request.config.getoption("--device") == "cpu" or request.node.get_closest_marker("sim"):
         yield
@@ -68,6 +73,10 @@ def on_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
     simulator = lowtide.sim.active()
     assert simulator is not None
     simulator.reset()
+    if request.config.getoption("--no-compute"):
+        # There are no numbers to compare.
+        monkeypatch.setattr(torch, "equal", lambda a, b: a.shape == b.shape and a.dtype == b.dtype)
+        monkeypatch.setattr(torch, "isfinite", lambda a: torch.ones(a.shape, dtype=torch.bool, device="cpu"))
     if "cases" not in request.node.path.parts:  # these programs place every tensor themselves
         torch.set_default_device("sim")
     yield

@@ -313,6 +313,7 @@ def test_a_host_budget_too_small_for_what_must_move() -> None:
     trains_on_after(wrong, CapacityError, "bytes in total", "bytes, 192 of them live", mend=mend)
 
 
+@pytest.mark.values
 def test_a_host_budget_too_small_for_what_prefers_to_move_keeps_and_counts_it() -> None:
     plain, other = Training(), Training()
     _wrap_all(other, lambda m: swap_wrapper(m, lambda _: CheckpointPolicy.PREFER_SWAP))

@@ -408,6 +408,7 @@ def test_r10_discrete_results_of_floats_are_kept_and_never_chosen_again(x: Tenso
     assert not index_only["topk"]
 
 
+@pytest.mark.values
 def test_r10_operators_with_atomics_are_kept_on_an_accelerator_only() -> None:
     index = torch.arange(N)
 
@@ -425,6 +426,7 @@ def test_r10_operators_with_atomics_are_kept_on_an_accelerator_only() -> None:
     assert kept("cpu") == 2 * N * N * 4 + N * 8  # both addends and the index
 
 
+@pytest.mark.values
 def test_r11_host_reads_are_not_repeated(x: Tensor) -> None:
     def fn(x: Tensor) -> Tensor:
         h = x.sin()

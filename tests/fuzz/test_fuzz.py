@@ -52,6 +52,7 @@ def test_most_programs_run_plainly() -> None:
     assert ran >= len(SEEDS) // 2
 
 
+@pytest.mark.values
 def test_a_wrong_value_is_noticed() -> None:
     def spoil(draw: random.Random) -> object:
         def wrap(part: torch.nn.Module) -> torch.nn.Module:
@@ -70,6 +71,7 @@ def _nudge(out: object) -> object:
     return tuple(o * (1 + 2**-20) for o in out) if isinstance(out, tuple) else out
 
 
+@pytest.mark.values
 def test_comparison_of_bits() -> None:
     nan, one = torch.tensor([float("nan"), 1.0]), torch.tensor([1.0, 1.0])
     assert same([nan, None], [nan.clone(), None])

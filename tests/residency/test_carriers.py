@@ -579,6 +579,7 @@ def test_a_batch_that_is_refused_gives_back_what_it_took(fake: FakeDevice) -> No
 # ---- the fake itself -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.values
 def test_the_fake_notices_a_missing_wait() -> None:
     fake = FakeDevice()
     out = fake.new_stream(CPU)

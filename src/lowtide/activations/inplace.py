@@ -7,8 +7,8 @@ counting; what is attached can be detached.
 
 from __future__ import annotations
 
+import functools
 import inspect
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -56,8 +56,8 @@ class WrappedForward:
             return self.original
         module = self.module
         if torch.compiler.is_compiling():
-            # Dynamo of torch 2.10 does not know how to trace a descriptor.
-            return types.MethodType(type(module).forward, module)
+            # Neither a descriptor (2.10) nor a bound method made by hand (any) can be traced.
+            return functools.partial(type(module).forward, module)
         kind = type(module)
         found: Any = next(one.__dict__["forward"] for one in kind.__mro__ if "forward" in one.__dict__)
         bound: Callable[..., Any] = found.__get__(module, kind) if hasattr(found, "__get__") else found
