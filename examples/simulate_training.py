@@ -12,7 +12,7 @@ from torch import nn
 import lowtide
 
 torch.set_num_threads(1)
-device = torch.accelerator.current_accelerator() or torch.device("cpu")
+device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def train(*, wrapped: bool) -> list[float]:

@@ -20,7 +20,18 @@ from lowtide import SwapManager
 
 HERE = Path(__file__).parent
 # What is about the engine and holds on every device; the rest is about commands, pages and the package.
-ENGINE = {"activations", "cases", "fuzz", "models", "mutations", "residency", "sim", "test_bad_input.py"}
+ENGINE = {
+    "activations",
+    "cases",
+    "fuzz",
+    "models",
+    "mutations",
+    "parallel",
+    "recipes",
+    "residency",
+    "sim",
+    "test_bad_input.py",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -73,9 +73,9 @@ def test_a_dispatch_mode_sees_operators_and_costs_no_wrapper() -> None:
     assert "aten.sin.default" in mode.seen
     assert not Counts._should_skip_dynamo()
     assert Counts.ignore_compile_internals()
-    # torch asks for these very names.
+    # torch asks for these very names; 2.10 puts no wrapper around the handler, and has no name to spare it.
     base = torch.utils._python_dispatch.TorchDispatchMode
-    assert hasattr(base, "_should_skip_dynamo")
+    assert hasattr(base, "_should_skip_dynamo") or torch.__version__.startswith("2.10.")
     assert hasattr(base, "ignore_compile_internals")
 
 

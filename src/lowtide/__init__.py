@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from lowtide import errors
 from lowtide.activations.call_mode import create_selective_checkpoint_contexts
+from lowtide.activations.discard import CheckpointWithoutOutput
 from lowtide.activations.function_node import pure
 from lowtide.activations.wrappers import Auto, auto, checkpoint_wrapper, regions_of, swap_wrapper, unwrap
 from lowtide.policy import (
@@ -42,6 +43,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Auto",
     "CheckpointPolicy",
+    "CheckpointWithoutOutput",
     "Report",
     "SelectiveCheckpointContext",
     "Storage",

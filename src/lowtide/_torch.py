@@ -45,6 +45,7 @@ __all__ = [
     "queue_after_backward",
     "register_device_module",
     "storage_key",
+    "swap_bytes",
     "take_weak_storage",
     "weak_storage_is_dead",
     "without_modes",
@@ -101,6 +102,13 @@ def storage_key(tensor: torch.Tensor) -> int:
 # own, like `current_backward` below: they run for every operator of the user's forward.
 take_weak_storage: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage._weak_ref  # type: ignore[assignment]
 free_weak_storage: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
+
+
+# Exchange the memory behind two storages; every view of either sees the other's (2.13-2.14, perhaps earlier). Without
+# it, what is given back to a storage must be copied there.
+swap_bytes: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] | None = getattr(
+    torch.UntypedStorage, "_swap_data_ptr_", None
+)
 
 
 def pin_again(key: int) -> int | None:

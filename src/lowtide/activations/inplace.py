@@ -11,16 +11,24 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from lowtide.activations.call_mode import lower_to_checkpoint
-from lowtide.activations.region import Region, notify_on_backward, stow_open_tapes
-from lowtide.errors import WrapError, explain
-from lowtide.residency.manager import SwapManager, Visit, watch_chained_layers
+from lowtide.activations.region import Region, _local, notify_on_backward, stow_open_tapes
+from lowtide.activations.tape import Tape
+from lowtide.errors import UnsupportedError, WrapError, explain
+from lowtide.residency.manager import SwapManager, Visit, ask_for_open_visit, watch_chained_layers
 
-__all__ = ["WrappedForward", "attach", "attached", "detach", "detach_if_idle"]
+__all__ = ["LayerCall", "WrappedForward", "attach", "attached", "detach", "detach_if_idle", "open_tape"]
+
+
+class LayerCall(Protocol):
+    """What a recipe does around or inside of a layer's region; it knows its layer only weakly."""
+
+    def run(self, fn: Callable[..., Any], region: Region | None, args: Any, kwargs: Any) -> Any:
+        """Call ``fn`` as ``region``, which is the layer's own if it has one."""
 
 
 class WrappedForward:
@@ -33,6 +41,7 @@ class WrappedForward:
         self.region: Region | None = None
         self.is_unit = False
         self.learns = 0
+        self.recipe: LayerCall | None = None
 
     @property
     def module(self) -> torch.nn.Module:
@@ -68,7 +77,19 @@ class WrappedForward:
         if not torch.compiler.is_compiling():
             return self._run(args, kwargs)
         region = self.region
-        if region is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return self.inner()(*args, **kwargs)
+        if self.recipe is not None:
+            raise UnsupportedError(
+                explain(
+                    "a compiled graph cannot swap",
+                    expected="save or recompute under torch.compile",
+                    got="a layer whose input is to move",
+                    where=type(self.module).__name__,
+                    remedy="Compile the layers one by one, before naming them, or do not swap their inputs.",
+                )
+            )
+        if region is None:
             return self.inner()(*args, **kwargs)
         return lower_to_checkpoint(region, self.inner(), args, kwargs)
 
@@ -80,7 +101,10 @@ class WrappedForward:
         if self.learns:
             manager.begin_learning(self.module.buffers())
         try:
-            out = fn(*args, **kwargs) if self.region is None else self.region.run(fn, args, kwargs)
+            if self.recipe is not None:
+                out = self.recipe.run(fn, self.region, args, kwargs)
+            else:
+                out = fn(*args, **kwargs) if self.region is None else self.region.run(fn, args, kwargs)
             if unit is not None:
                 stow_open_tapes()
         finally:
@@ -118,6 +142,7 @@ class WrappedForward:
         made.region = None if self.region is None else self.region.fresh()
         made.is_unit = False
         made.learns = self.learns
+        made.recipe = None  # likewise: a list of layers was named, and this one is none of them
         memo[id(self)] = made
         return made
 
@@ -125,6 +150,7 @@ class WrappedForward:
         state = self.__dict__.copy()
         state["_module"] = self.module
         state["is_unit"] = False  # a chain names objects of this process
+        state["recipe"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -148,7 +174,7 @@ def attach(module: torch.nn.Module) -> WrappedForward:
 
 
 def detach(module: torch.nn.Module) -> None:
-    """Take everything off: the region, the place in a chain, the learned order."""
+    """Take everything off: the region, the place in a chain, the learned order, what a recipe added."""
     found = attached(module)
     if found is None:
         return
@@ -156,13 +182,14 @@ def detach(module: torch.nn.Module) -> None:
     found.region = None
     found.is_unit = False
     found.learns = 0
+    found.recipe = None
     detach_if_idle(module)
 
 
 def detach_if_idle(module: torch.nn.Module) -> None:
     """Take the wrap off once nothing uses it."""
     found = attached(module)
-    if found is None or found.region is not None or found.is_unit or found.learns:
+    if found is None or found.region is not None or found.is_unit or found.learns or found.recipe is not None:
         return
     if found.original is not None:
         module.__dict__["forward"] = found.original
@@ -170,8 +197,21 @@ def detach_if_idle(module: torch.nn.Module) -> None:
         del module.__dict__["forward"]
 
 
+def open_tape() -> Tape | None:
+    """The tape of the region that is open on this thread, or None."""
+    tape = _local.tape
+    return None if tape is None or tape.closed else tape
+
+
+def _open_visit() -> Visit | None:
+    # Its tape is closed already when what it keeps is handed to the residency.
+    tape = _local.tape
+    return None if tape is None else tape.visit
+
+
 def _watch_unit(layer: torch.nn.Module) -> None:
     attach(layer).is_unit = True
 
 
 watch_chained_layers(_watch_unit)
+ask_for_open_visit(_open_visit)

@@ -19,9 +19,9 @@ from lowtide.activations.recorder import tensors_in
 from lowtide.activations.tape import Packed, Tape
 from lowtide.activations.values import LEAF, FunctionNode, Handle, Node, Value, Write
 from lowtide.errors import ModifiedError, ReplayError, explain
-from lowtide.storage import Layout, layout_of, rebuild, same_layout, whole
+from lowtide.storage import Emptied, layout_of, over, rebuild, refill_if_emptied, same_layout, whole
 
-__all__ = ["unpack"]
+__all__ = ["give_back", "unpack"]
 
 Tensor = torch.Tensor
 
@@ -82,6 +82,30 @@ def _bytes_of(tape: Tape, value: Value) -> Tensor:
     return base
 
 
+def give_back(handle: Handle, emptied: Emptied) -> None:
+    """Make a value again in the very storage that was emptied of it: everybody who looks at that sees it (F1)."""
+    tape, value = handle.tape, handle.value
+    with tape.lock:
+        made = _unpack(tape, handle)
+        if made.untyped_storage().nbytes() != emptied.nbytes:
+            raise ReplayError(
+                explain(
+                    "a discarded output came back with another size",
+                    expected=f"{emptied.nbytes} bytes",
+                    got=f"{made.untyped_storage().nbytes()} bytes",
+                    where=tape.name,
+                    remedy="The function is not the same when it runs again: do not discard its output.",
+                )
+            )
+        cache = value.cache
+        filled = emptied.fill(made if cache is None else cache)
+        if cache is not None:
+            # Its own storage may be empty now. The region's own backward reads it from here.
+            handed_out = value.handed_out
+            _put(value, filled)
+            value.handed_out = handed_out
+
+
 def _note_reader(tape: Tape, value: Value) -> None:
     """A Python node may read its saved tensors again: what it has read lives until another node reads."""
     node = _torch.current_python_node()
@@ -135,6 +159,7 @@ def resident(tape: Tape, value: Value) -> Tensor | None:
             )
         return cache
     if value.held is not None:
+        refill_if_emptied(value.held)
         return tape.check_held(value)
     if value.swap is not None:
         base = value.swap.bring_back(tape.name)
@@ -391,18 +416,9 @@ def _prepare_writes(tape: Tape, writes: list[Write]) -> dict[int, Tensor]:
         if old.cache is not None and old.uses == 1 and old.pending == 0 and not old.handed_out:
             old.cache = None
         else:
-            base = _like(whole(base).clone(), layout_of(base))
-        instead[id(old)] = base if same_layout(base, layout) else _like(base, layout)
+            base = over(whole(base).clone().untyped_storage(), layout_of(base))
+        instead[id(old)] = base if same_layout(base, layout) else over(base.untyped_storage(), layout)
     return instead
-
-
-def _like(tensor: Tensor, layout: Layout) -> Tensor:
-    """``layout`` over the storage of ``tensor``, whatever its own dtype and lazy bits."""
-    flat = torch.empty(0, dtype=layout.dtype, device=tensor.device)
-    flat = flat.set_(tensor.untyped_storage(), layout.offset, layout.size, layout.stride)
-    if layout.bits is None:
-        return flat
-    return _torch.conjugate_view(flat, conjugate=layout.bits[0], negative=layout.bits[1])
 
 
 def _run_function(tape: Tape, node: FunctionNode) -> None:

@@ -17,7 +17,7 @@ from lowtide import _torch, device
 from lowtide.activations.values import LEAF, FunctionNode, Handle, Node, StorageRecord, Value
 from lowtide.errors import ModifiedError, UnsupportedError, explain
 from lowtide.policy import Fate, fate_of, stronger
-from lowtide.storage import PLAIN_TYPES, Layout, is_parameter, layout_of, whole
+from lowtide.storage import PLAIN_TYPES, Layout, demand_bytes, is_parameter, layout_of, over, whole
 
 if TYPE_CHECKING:
     from lowtide.activations.answers import Answers
@@ -189,9 +189,7 @@ class Tape:
         assert held is not None
         layout = layout_of(held)
         copy = whole(tensor).clone()
-        value.held = torch.empty(0, dtype=layout.dtype, device=copy.device).set_(
-            copy.untyped_storage(), layout.offset, layout.size, layout.stride
-        )
+        value.held = over(copy.untyped_storage(), layout._replace(bits=None))
         value.base_layout = layout._replace(bits=None)
         value.version = value.held._version
 
@@ -372,16 +370,7 @@ class Tape:
                     remedy="Do not write to it between forward and backward, or save a clone.",
                 )
             )
-        if held.numel() and held.untyped_storage().nbytes() == 0:
-            raise UnsupportedError(
-                explain(
-                    "the storage of a tensor that the region needs was freed",
-                    expected="a resident tensor",
-                    got=f"an empty storage behind a {tuple(held.shape)} {held.dtype} tensor",
-                    where=self.name,
-                    remedy="One region must not span several FSDP units: wrap each unit by itself.",
-                )
-            )
+        demand_bytes(held, self.name)
         return held
 
 

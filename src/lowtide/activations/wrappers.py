@@ -19,12 +19,17 @@ from lowtide.activations.region import Region
 from lowtide.errors import PolicyError, WrapError, explain
 from lowtide.policy import PolicyFn, TensorPolicyFn, save_matmuls_and_attention, swap_matmuls_and_attention
 
-__all__ = ["Auto", "auto", "checkpoint_wrapper", "regions_of", "swap_wrapper", "unwrap"]
+__all__ = ["Auto", "auto", "checkpoint_wrapper", "regions_of", "show_in_report", "swap_wrapper", "unwrap"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Functions have no place in a module tree: this is how the report finds them.
 _wrapped_functions: weakref.WeakSet[Region] = weakref.WeakSet()
+
+
+def show_in_report(region: Region) -> None:
+    """Let the report list a region that no module carries, as long as it lives."""
+    _wrapped_functions.add(region)
 
 
 def checkpoint_wrapper(
@@ -173,7 +178,7 @@ def _wrap(module_or_fn: Any, region: Region) -> Any:
         return lower_to_checkpoint(region, module_or_fn, args, kwargs)
 
     wrapped._lowtide_region = region  # type: ignore[attr-defined]
-    _wrapped_functions.add(region)
+    show_in_report(region)
     return wrapped
 
 

@@ -16,7 +16,7 @@ import torch
 
 from lowtide import _torch
 from lowtide.errors import CertifyError, ModifiedError, StateError, explain
-from lowtide.storage import Layout, layout_of, rebuild, whole
+from lowtide.storage import Layout, demand_bytes, is_empty, layout_of, over, refill_if_emptied, whole
 
 if TYPE_CHECKING:
     from lowtide.residency.copies import Carrier, Copy
@@ -147,6 +147,8 @@ class SwapTensor:
         if self._val is None or self._state is SwapState.H2D:
             missing = "wait_load" if self._state is SwapState.H2D else "async_load and wait_load"
             raise self._wrong("get_val", "a resident tensor (device)", missing)
+        refill_if_emptied(self._val)
+        demand_bytes(self._val, self.name)
         if self._val._version != self._version:
             raise ModifiedError(
                 explain(
@@ -261,10 +263,7 @@ class SwapTensor:
         self._slot, self._out, self._state = slot, copy, SwapState.D2H
 
     def _started_in(self, flat: Tensor, copy: Copy) -> None:
-        base = torch.empty(0, dtype=self.layout.dtype, device=flat.device).set_(
-            flat.untyped_storage(), self.layout.offset, self.layout.size, self.layout.stride
-        )
-        self._val = base if self.layout.bits is None else rebuild(base, self.layout)
+        self._val = over(flat.untyped_storage(), self.layout)
         self._version = self._val._version
         self._in, self._state = copy, SwapState.H2D
 
@@ -275,7 +274,10 @@ def launch_offload(tensors: Sequence[SwapTensor], copy_stream: Any = None) -> in
         if tensor.state is SwapState.H2D:
             raise tensor._wrong("async_offload", "a resident tensor (device)", "wait_load")
     # Several owners may name one tensor: it leaves once.
-    leaving = [t for t in dict.fromkeys(tensors) if t.state is SwapState.DEVICE and t._val is not None]
+    # What was emptied at the user's word has nothing to move.
+    leaving = [
+        t for t in dict.fromkeys(tensors) if t.state is SwapState.DEVICE and t._val is not None and not is_empty(t._val)
+    ]
     if not leaving:
         return 0
     with torch.no_grad(), _torch.no_dispatch():
