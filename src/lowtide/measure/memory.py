@@ -30,6 +30,8 @@ __all__ = ["MemoryCurve", "Phase", "memory_curve"]
 
 _MEASURED = "lowtide.measure.memory_curve"
 _ALLOCATOR_EVENT = "[memory]"
+# What the profiler of torch 2.10 calls every backend from outside of torch; later ones use the backend's own name.
+_OUTSIDE = "privateuse1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +128,9 @@ def _curve(events: Iterable[Any], device_type: str | None, peak: int | None) -> 
     begin, end = whole.start_ns(), whole.start_ns() + whole.duration_ns()
     inside = [event for event in ordered if begin <= event.start_ns() <= end and event is not whole]
     points = [(0.0, 0)]
-    wanted = device_type or "cpu"
+    wanted = {"cpu"} if device_type is None else {device_type, _OUTSIDE}
     for event in inside:
-        if event.name() == _ALLOCATOR_EVENT and event.device_type().name.lower() == wanted:
+        if event.name() == _ALLOCATOR_EVENT and event.device_type().name.lower() in wanted:
             points.append(((event.start_ns() - begin) / 1e9, points[-1][1] + event.nbytes()))
     phases: list[Phase] = []
     for event in inside:
