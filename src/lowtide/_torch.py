@@ -32,6 +32,7 @@ __all__ = [
     "SingleLevelFunction",
     "any_functorch_transform",
     "autograd_keeps_graph",
+    "backward_leaves_out_a_neighbour",
     "conjugate_view",
     "current_backward",
     "current_python_node",
@@ -171,6 +172,24 @@ def without_modes(argument: Any) -> Any:
     for key in (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot):
         keys = keys.remove(key)
     return dataclasses.replace(argument, keyset=keys)
+
+
+def backward_leaves_out_a_neighbour() -> bool:
+    """Whether the node that runs now leads to one that this backward was not asked for (2.1-2.14).
+
+    It will then run again, in a backward of what was left out.
+    """
+    node: Any = torch._C._current_autograd_node()
+    following = () if node is None else node.next_functions
+    return any(one is not None and not _is_asked_for(one) for one, _ in following)
+
+
+def _is_asked_for(node: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        # What it raises for a leaf whose gradient torch.autograd.grad was asked for, and for nothing else here.
+        return True
 
 
 def conjugate_view(tensor: torch.Tensor, *, conjugate: bool, negative: bool) -> torch.Tensor:

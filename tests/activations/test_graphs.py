@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import lowtide
 from lowtide import CheckpointPolicy, SwapManager, checkpoint_wrapper, save_ops, swap_wrapper
@@ -91,6 +93,43 @@ def test_retained_graphs_give_the_sum(wrap: Any, x: Tensor) -> None:
         return [leaf.grad]
 
     both(wrap, action, _wide)
+
+
+def test_a_backward_in_two_halves_runs_every_operator_once(x: Tensor) -> None:
+    """First the gradients of the inputs, later those of the weights, as pipeline schedules without bubbles have it."""
+    torch.manual_seed(0)
+    layer = nn.Sequential(
+        nn.Linear(N, 2 * N), nn.GELU(), nn.Linear(2 * N, N), nn.Dropout(0.5), nn.Tanh(), nn.Linear(N, N)
+    )
+
+    def run(call: Any, *, halves: bool) -> tuple[list[Tensor | None], Counter[str]]:
+        torch.manual_seed(1)
+        leaf = x.clone().requires_grad_()
+        loss = call(leaf).square().sum()
+        with Operators() as operators:
+            if halves:
+                (first,), groups = stage_backward_input([loss], None, [leaf], layer.parameters())
+                stage_backward_weight(layer.parameters(), groups)
+            else:
+                loss.backward()
+                first = leaf.grad
+        got = [first, *(p.grad for p in layer.parameters())]
+        for parameter in layer.parameters():
+            parameter.grad = None
+        return got, operators.counts
+
+    wrapped = recompute(layer.forward)
+    want, plain = run(layer, halves=True)
+    got, counts = run(wrapped, halves=True)
+    assert same(want, got)
+    _, bare = run(layer, halves=False)
+    whole, once = run(wrapped, halves=False)
+    assert same(want, whole)
+    of_interest = ("addmm", "gelu", "tanh", "bernoulli_", "native_dropout")
+    assert {name: counts[name] - plain[name] for name in of_interest} == {
+        name: once[name] - bare[name] for name in of_interest
+    }
+    assert counts["addmm"] == 2  # the last product feeds nothing that backward reads
 
 
 class ReadsTwice(torch.autograd.Function):

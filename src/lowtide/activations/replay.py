@@ -51,6 +51,8 @@ def _unpack(tape: Tape, handle: Handle) -> Tensor:
     kept = value.held is not None
     base = _bytes_of(tape, value)
     # Autograd may edit what it gets: never the tensor that we keep.
+    if in_backward and tape.closed and not tape.drops and _torch.backward_leaves_out_a_neighbour():
+        tape.read_again.append((value, base))
     out = base if handle.layout is value.base_layout else rebuild(base, handle.layout)
     if out is base:
         out = base.detach()
@@ -192,9 +194,21 @@ def _open_epoch(tape: Tape, task: int) -> None:
         if alive is not None:
             with alive.lock:
                 if alive.backward == task:
+                    _hold_for_later(alive)
                     _close_epoch(alive)
 
     _torch.queue_after_backward(ended)
+
+
+def _hold_for_later(tape: Tape) -> None:
+    """Half a backward is over: hold what it made, as far as its other half reads it again.
+
+    The first half of a backward that is split into inputs' and weights' gradients is such a one. Nothing then runs a
+    second time, and what is held meanwhile plain autograd would hold as well.
+    """
+    for value, base in tape.read_again:
+        if value.held is None and value.swap is None and value.live > 0:
+            value.held, value.version = base, base._version
 
 
 def _close_epoch(tape: Tape) -> None:
@@ -202,6 +216,7 @@ def _close_epoch(tape: Tape) -> None:
     tape.backward = _torch.NO_BACKWARD
     tape.drops = False
     tape.last_reader = None
+    tape.read_again = []
     dropped, tape.dropped = tape.dropped, False
     for node in tape.nodes:
         if node is None:

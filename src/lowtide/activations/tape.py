@@ -72,6 +72,7 @@ class Tape:
         "packed",
         "plan_is_new",
         "planned",
+        "read_again",
         "recording",
         "spill",
         "spill_bytes",
@@ -99,6 +100,7 @@ class Tape:
         self.epoch = 0  # number of the backward
         self.backward = _torch.NO_BACKWARD  # the engine's id of the backward that has unpacked from us and still runs
         self.last_reader: tuple[int | None, list[Value]] | None = None  # such a node, and what it may read again
+        self.read_again: list[tuple[Value, Tensor]] = []  # by nodes of which this backward asks for a half only
         self.drops = False  # this backward may drop held values at their last use (R16)
         self.dropped = False
         self.swapped: list[Storage] = []
