@@ -36,6 +36,7 @@ _ROUTED = ["set_forward_prefetch_layer", "set_current_group_name"]
 # The rest of these classes is between the parts of the library.
 FOR_USERS = {
     "Auto": ["undo"],
+    "CheckpointWithoutOutput": ["checkpoint", "discard_output", "discard_output_and_register_recompute", "recompute"],
     "Report": ["total"],
     "Storage": [*_DRIVEN, "swap", "save", "tensors", "nbytes"],
     "SwapGroup": [*_DRIVEN, "add"],

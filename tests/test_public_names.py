@@ -20,6 +20,7 @@ from lowtide import errors
 EXPORTS = {
     "Auto",
     "CheckpointPolicy",
+    "CheckpointWithoutOutput",
     "Report",
     "SelectiveCheckpointContext",
     "Storage",
@@ -75,6 +76,12 @@ METHODS = {
         "async_load": "(self, copy_stream=None)",
         "wait_load": "(self)",
         "get_val": "(self)",
+    },
+    "CheckpointWithoutOutput": {
+        "checkpoint": "(self, function, distribute_saved_activations, *inputs)",
+        "discard_output": "(self)",
+        "recompute": "(self, _grad=None)",
+        "discard_output_and_register_recompute": "(self, hook_tensor)",
     },
     "SwapGroup": dict.fromkeys(["launch_offload", "launch_load"], "(self, copy_stream=None)"),
     "Auto": {"undo": "(self)"},
