@@ -237,6 +237,23 @@ def test_an_output_that_shares_storage_with_an_input_stays(x: Tensor) -> None:
     assert [r.bytes for r in refused.values()] == [x.numel() * x.element_size()]
 
 
+def test_an_output_that_was_written_to_afterwards_stays(x: Tensor) -> None:
+    def run(*, discards: bool) -> list[Tensor | None]:
+        leaf = x.clone().requires_grad_()
+        checkpoint = CheckpointWithoutOutput()
+        hidden = checkpoint.checkpoint(gelu, False, leaf) if discards else gelu(leaf)
+        hidden += 1
+        out = hidden.square().sum()
+        if discards:
+            checkpoint.discard_output_and_register_recompute(out)
+            (reason,) = checkpoint._region.row.refused  # type: ignore[union-attr]
+            assert reason == discard._WRITTEN and hidden.untyped_storage().nbytes() > 0
+        out.backward()
+        return [leaf.grad]
+
+    assert same(run(discards=False), run(discards=True))
+
+
 class Layer(nn.Module):
     """Several in forward order: the input of the second is the discarded output of the first."""
 

@@ -30,6 +30,7 @@ __all__ = ["CheckpointWithoutOutput"]
 Tensor = torch.Tensor
 
 _HOOKED = "another pair of saved-tensor hooks holds what the consumers of a discarded output saved"
+_WRITTEN = "an output of the function was written to after it had been made"
 _NOT_MADE = "an output of the function shares its storage with an input, or the tape cannot make it again"
 
 
@@ -38,7 +39,8 @@ class _Session:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.outputs: list[tuple[Tensor, Handle]] = []  # without history, which would be a cycle
+        # (without history, which would be a cycle; its version; how it is made)
+        self.outputs: list[tuple[Tensor, int, Handle]] = []
         self.emptied: list[tuple[Emptied, Handle]] = []
         self.discarded = False
         self.tracked = False  # its outputs have a graph, which owns this session
@@ -61,14 +63,14 @@ class _Session:
                     region.row.refuse(_NOT_MADE, tensor.untyped_storage().nbytes(), "Nothing to do: it stays.")
             elif key not in seen:
                 seen.add(key)
-                self.outputs.append((tensor.detach(), handle))
+                self.outputs.append((tensor.detach(), tensor._version, handle))
 
     def discard(self, region: Region) -> None:
         """Free the bytes of every output."""
         self.discarded = True
         outputs, self.outputs = self.outputs, []
         if _torch.current_saved_tensor_hooks() is not None:
-            for tensor, _ in outputs:
+            for tensor, _, _ in outputs:
                 nbytes = tensor.untyped_storage().nbytes()
                 region.row.refuse(_HOOKED, nbytes, "Nothing to do: what those hooks do with it holds.")
             return
@@ -79,7 +81,12 @@ class _Session:
             if alive is not None:
                 alive()
 
-        self.emptied = [(Emptied(tensor, refill), handle) for tensor, handle in outputs]
+        for tensor, version, handle in outputs:
+            if tensor._version != version:
+                nbytes = tensor.untyped_storage().nbytes()
+                region.row.refuse(_WRITTEN, nbytes, "Do it inside the function, or not in place.")
+            else:
+                self.emptied.append((Emptied(tensor, refill), handle))
 
     def restore(self) -> None:
         """Make everything that is empty again, in place. Repeating it is harmless."""
