@@ -121,6 +121,8 @@ def bench_sim(
     layers: Annotated[Optional[int], typer.Option(min=1, help="The model's own number if not given.")] = None,  # noqa: UP045
     seq: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a batch.")] = 1,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Of a step; more than one: a pipeline's stage, 1F1B.")] = 1,
+    warm_up: Annotated[int, typer.Option(min=0, help="Forwards before the first backward.")] = 0,
     link: Annotated[Optional[float], typer.Option(metavar="GB/s", help="Each way, for the description's.")] = None,  # noqa: UP045
     capacity: Annotated[Optional[float], typer.Option(metavar="GB", help="For the description's.")] = None,  # noqa: UP045
     in_flight: Annotated[Optional[float], typer.Option(metavar="MiB", help="Bound on bytes in flight.")] = None,  # noqa: UP045
@@ -139,6 +141,8 @@ def bench_sim(
             layers=layers,
             seq=seq,
             batch=batch,
+            micro_batches=micro_batches,
+            warm_up=warm_up,
             link=link,
             capacity=capacity,
             in_flight=in_flight,

@@ -121,8 +121,12 @@ def _closed_form(seen: Seen, plain: Seen, sim: Simulator, count: int) -> float:
     return step_seconds(layers_of(plain, count, seen), link_of(sim, seen), seen.layer_bytes)
 
 
-def figures(seen: Seen, plain: Seen | None, sim: Simulator, count: int) -> dict[str, tuple[float, str]]:
-    """Turn one step into metrics with their units; what compares with plain needs a plain step."""
+def figures(seen: Seen, plain: Seen | None, sim: Simulator, work: Work) -> dict[str, tuple[float, str]]:
+    """Turn one step into metrics with their units; what compares with plain needs a plain step.
+
+    The closed form is that of one micro-batch.
+    """
+    count = work.layers
     found: dict[str, tuple[float, str]] = {
         "step_seconds": (seen.step, "s"),
         "peak_active_bytes": (seen.peak, "B"),
@@ -142,9 +146,10 @@ def figures(seen: Seen, plain: Seen | None, sim: Simulator, count: int) -> dict[
         "launches": (seen.launches, "count"),
     }
     if plain is not None:
-        closed = _closed_form(seen, plain, sim, count)
         found["over_plain"] = (seen.step / plain.step - 1, "ratio")
         found["recompute_over_plain"] = (seen.compute / plain.compute - 1, "ratio")
+    if plain is not None and work.micro_batches == 1:
+        closed = _closed_form(seen, plain, sim, count)
         found["closed_form_seconds"] = (closed, "s")
         found["over_closed_form"] = (seen.step / closed - 1, "ratio")
     return found
@@ -152,7 +157,7 @@ def figures(seen: Seen, plain: Seen | None, sim: Simulator, count: int) -> dict[
 
 def _hideable(work: Work, plain: Seen, sim: Simulator) -> tuple[Policy, str]:
     """The policy that moves what is free, and its operators in words."""
-    count = work.shape.layers
+    count = work.layers
     device = sim.description
     candidates = products(work.shape, work.tokens, work.batch, device)
     chosen = hideable(layers_of(plain, count), link_of(sim), candidates, work.input_bytes, device.link_latency)
@@ -189,7 +194,7 @@ def _measure(
             continue
         if name == PLAIN:
             plain = seen
-        for metric, figure in figures(seen, plain, sim, work.shape.layers).items():
+        for metric, figure in figures(seen, plain, sim, work).items():
             yield name, metric, figure
 
 
@@ -218,6 +223,8 @@ def run(
     layers: int | None = None,
     seq: int = 4096,
     batch: int = 1,
+    micro_batches: int = 1,
+    warm_up: int = 0,
     link: float | None = None,
     capacity: float | None = None,
     in_flight: float | None = None,
@@ -236,7 +243,9 @@ def run(
         policies: names out of ``POLICIES``, or ``all``; plain is always measured.
         layers: None for the model's own number.
         seq: tokens of a sequence.
-        batch: sequences of a step.
+        batch: sequences of a micro-batch.
+        micro_batches: how many a step has; with more than one it is the step of a pipeline's stage (1F1B).
+        warm_up: forwards before the first backward.
         link: GB/s of either direction; None for the description's.
         capacity: GB of device memory; None for the description's.
         in_flight: MiB that may be leaving or coming at once; None for lowtide's own bound.
@@ -254,6 +263,8 @@ def run(
     names, shape = _chosen(policies), _shape(model, layers)
     if seq < 1 or batch < 1:
         raise _refuse("wrong size of a step", "at least 1 token and 1 sequence", (seq, batch))
+    if micro_batches < 1 or not 0 <= warm_up < micro_batches:
+        raise _refuse("wrong schedule", "fewer forwards to warm up than micro-batches", (micro_batches, warm_up))
     description = Description.named(device)
     if link is not None:
         description = description.with_(link=link * 1e9)
@@ -261,7 +272,9 @@ def run(
         description = description.with_(capacity=round(capacity * 1e9))
     sim = lowtide.sim.start(description, compute=False, checks=False)
     case = f"{device} {model} x{shape.layers} {batch}x{seq} {description.link_out / 1e9:g} GB/s"
-    work = Work.build(shape, seq, batch, ends=ends)
+    if micro_batches > 1:
+        case += f" 1f1b {warm_up}+{micro_batches - warm_up}"
+    work = Work.build(shape, seq, batch, ends=ends, micro_batches=micro_batches, warm_up=warm_up)
     records = []
     bound = None if in_flight is None else round(in_flight * (1 << 20))
     for name, metric, value in _measure(names, work, sim, in_flight=bound, trace=trace):

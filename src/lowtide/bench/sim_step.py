@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,7 +36,9 @@ class Work:
     """A model on the simulated device, its input, and the gradient of its output.
 
     Without embedding and head a step is its layers and nothing else: backward
-    starts from a given gradient.
+    starts from a given gradient. With several micro-batches it is that of a
+    pipeline's stage: ``warm_up`` forwards, then a forward and the backward of the
+    oldest in turn, then the backwards that are left.
     """
 
     shape: Shape
@@ -44,9 +47,13 @@ class Work:
     model: Llama
     inputs: Tensor
     gradient: Tensor
+    micro_batches: int = 1
+    warm_up: int = 0
 
     @staticmethod
-    def build(shape: Shape, tokens: int, batch: int, *, ends: bool = False) -> Work:
+    def build(
+        shape: Shape, tokens: int, batch: int, *, ends: bool = False, micro_batches: int = 1, warm_up: int = 0
+    ) -> Work:
         """Allocate the model in bfloat16; no kernel runs."""
         with torch.device("meta"):
             model = Llama(shape.with_layers(1), tokens, ends=ends)
@@ -59,7 +66,12 @@ class Work:
             inputs = torch.zeros(batch, tokens, dtype=torch.int64, device=DEVICE)
         else:
             inputs = torch.empty(batch, tokens, shape.width, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
-        return Work(shape, tokens, batch, model, inputs, gradient)
+        return Work(shape, tokens, batch, model, inputs, gradient, micro_batches, warm_up)
+
+    @property
+    def layers(self) -> int:
+        """How often a layer runs forward in a step."""
+        return self.shape.layers * self.micro_batches
 
     @property
     def input_bytes(self) -> int:
@@ -83,7 +95,7 @@ class Seen:
         out, inward: seconds of each direction of the link.
         out_bytes, in_bytes: what they moved.
         peak: most bytes in use, parameters and gradients included.
-        kept: bytes that forward left in use, the output included.
+        kept: most bytes that a forward left in use, the output included.
         layer_bytes: what one layer moved out, of those that moved most.
         inputs_resident: most bytes in use between two layers, in inputs of a layer: the activation or gradient that
             is handed on is one, the model's own input is none.
@@ -111,11 +123,18 @@ class Seen:
 
 
 def _step(work: Work, sim: Simulator) -> tuple[float, int]:
-    """Run one step; return the compute engine's seconds and the bytes in use when forward has been launched."""
-    out: Tensor = work.model(work.inputs)
-    forward, active = sim.busy().compute, sim.memory().active
-    out.backward(work.gradient)
-    del out
+    """Run one step; return the compute engine's seconds in forward, and the most bytes in use after one."""
+    waiting: deque[Tensor] = deque()
+    forward, active = 0.0, 0
+    for _ in range(work.micro_batches):
+        before = sim.busy().compute
+        waiting.append(work.model(work.inputs))
+        forward += sim.busy().compute - before
+        active = max(active, sim.memory().active)
+        if len(waiting) > work.warm_up:
+            waiting.popleft().backward(work.gradient)
+    while waiting:
+        waiting.popleft().backward(work.gradient)
     return forward, active
 
 
