@@ -1,6 +1,8 @@
-"""The schedule alone: events in, actions out (rules S1-S4)."""
+"""The schedule alone: events in, actions out (rules S1-S5)."""
 
 from __future__ import annotations
+
+import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,6 +53,49 @@ def test_backward_loads_what_it_needs_and_one_ahead() -> None:
     assert _names(schedule.begin_backward(1)) == [("launch_load", 0)]
     assert _names(schedule.begin_backward(0)) == []
     assert _names(schedule.begin_backward(0)) == []
+
+
+def _micro_batches(schedule: Schedule, count: int, layers: int, *, owner: object = "model") -> None:
+    for _ in range(count):
+        schedule.begin_batch(owner)
+        _forward(schedule, layers)
+        schedule.end_batch()
+
+
+def _backward(schedule: Schedule, visits: range) -> list[tuple[str, int]]:
+    log = []
+    for visit in reversed(visits):
+        log += _names(schedule.begin_backward(visit))
+        schedule.forget(visit)
+    return log
+
+
+def test_of_several_micro_batches_the_oldest_keeps_its_last_visit_and_the_next_is_fetched_in_time() -> None:
+    schedule = Schedule()
+    _micro_batches(schedule, 3, 3)
+    states = [schedule.state_of(visit) for visit in range(9)]
+    away, stays = VisitState.AWAY, VisitState.RESIDENT
+    assert states[:6] == [away, away, stays, away, away, away]
+    # Backward of the first of a micro-batch loads the last of the next.
+    assert _backward(schedule, range(3)) == [("launch_load", 1), ("launch_load", 0), ("launch_load", 5)]
+    _micro_batches(schedule, 1, 3)  # a forward in between, as in 1F1B
+    assert _backward(schedule, range(3, 6)) == [("launch_load", 4), ("launch_load", 3), ("launch_load", 8)]
+
+
+def test_models_do_not_fetch_for_each_other() -> None:
+    schedule = Schedule()
+    _micro_batches(schedule, 2, 2, owner="first")
+    _micro_batches(schedule, 2, 2, owner="second")
+    assert [schedule.state_of(visit) for visit in (1, 5)] == [VisitState.RESIDENT] * 2
+    assert _backward(schedule, range(2)) == [("launch_load", 0), ("launch_load", 3)]
+
+
+def test_backwards_in_the_other_order_load_everything_once() -> None:
+    schedule = Schedule()
+    _micro_batches(schedule, 3, 2)
+    log = [step for first in (4, 2, 0) for step in _backward(schedule, range(first, first + 2))]
+    assert len(log) == len(set(log))
+    assert len(schedule) == 0
 
 
 def test_prefetch_distance() -> None:
@@ -114,9 +159,12 @@ def test_a_visit_without_bytes_never_moves() -> None:
     bound=st.integers(1, 100),
     prefetch=st.integers(0, 4),
     chained=st.booleans(),
+    per_batch=st.integers(0, 4),
     order=st.randoms(use_true_random=False),
 )
-def test_every_visit_moves_through_legal_states_whatever_the_order(sizes, bound, prefetch, chained, order) -> None:  # type: ignore[no-untyped-def] # noqa: ANN001
+def test_every_visit_moves_through_legal_states_whatever_the_order(
+    *, sizes: list[int], bound: int, prefetch: int, chained: bool, per_batch: int, order: random.Random
+) -> None:
     """No load without a release, no release without a launch, each at most once; no visit is left behind."""
     schedule = Schedule(prefetch=prefetch, in_flight_bytes=bound)
     where = dict.fromkeys(range(len(sizes)), "device")
@@ -133,6 +181,8 @@ def test_every_visit_moves_through_legal_states_whatever_the_order(sizes, bound,
             where[action.visit] = after
 
     for index, nbytes in enumerate(sizes):
+        if per_batch and index % per_batch == 0:
+            schedule.begin_batch("model")
         visit, actions = schedule.begin_forward()
         apply(actions)
         last = index == len(sizes) - 1

@@ -15,6 +15,10 @@ S2  What left is released when the visit after the next begins, or as soon as
 S3  When backward reaches a visit, the visits before it (``prefetch`` of them
     that have bytes) start to come back, as far as the bound allows.
 S4  A visit that backward reached, or that died, is never launched any more.
+S5  Backwards of the micro-batches of one model are taken to come in the order
+    of their forwards, as in pipelines. The last visit of the oldest one alive
+    therefore stays, and backward of its first visit loads the last of the next.
+    Another order costs one visit's bytes for longer, and nothing else.
 """
 
 from __future__ import annotations
@@ -53,6 +57,14 @@ class Action:
     bound: bool = False  # it is done now because of the bound on bytes in flight
 
 
+@dataclass(frozen=True)
+class Batch:
+    """One forward of a model whose order is learned: whose, and the how manyth."""
+
+    owner: object
+    number: int
+
+
 @dataclass
 class _Visit:
     previous: int | None
@@ -60,6 +72,8 @@ class _Visit:
     state: VisitState = VisitState.OPEN
     nbytes: int = 0
     keep: bool = False
+    batch: Batch | None = None  # the forward of a whole model that it is a part of
+    prefetch: int | None = None  # how far ahead its backward loads, where that differs from the schedule's
 
 
 @dataclass
@@ -80,6 +94,17 @@ class Schedule:
     _next: int = 0
     _last: int | None = None
     _leaving: list[int] = field(default_factory=list)
+    _batch: Batch | None = None
+    _batches: int = 0
+
+    def begin_batch(self, owner: object) -> None:
+        """A model's forward begins: what its units visit from now on is one micro-batch."""
+        self._batches += 1
+        self._batch = Batch(owner, self._batches)
+
+    def end_batch(self) -> None:
+        """That forward ended."""
+        self._batch = None
 
     def begin_forward(self) -> tuple[int, list[Action]]:
         """A unit's forward begins: its visit, and what those before may do now (S1, S2)."""
@@ -88,25 +113,29 @@ class Schedule:
         actions = self._release(but=last)
         if last is not None:
             before = self._visits[last]
-            if before.state is VisitState.RESIDENT and not before.keep:
+            if before.state is VisitState.RESIDENT and not before.keep and not self._is_next_in_line(before):
                 actions += self._launch(last)
-        self._visits[visit] = _Visit(previous=last)
+        self._visits[visit] = _Visit(previous=last, batch=self._batch)
         if last is not None:
             self._visits[last].following = visit
         self._last = visit
         return visit, actions
 
-    def end_forward(self, visit: int, nbytes: int, *, successor: bool = False, tail: bool = False) -> list[Action]:
+    def end_forward(
+        self, visit: int, nbytes: int, *, successor: bool = False, tail: bool = False, prefetch: int | None = None
+    ) -> list[Action]:
         """A unit's forward ended with ``nbytes`` that may leave.
 
         ``successor``: a declared chain goes on, so it leaves now; ``tail``: it
-        is the declared end of a chain, so it never leaves.
+        is the declared end of a chain, so it never leaves; ``prefetch``: how
+        many visits its backward loads ahead, if not as many as others.
         """
         entry = self._visits.get(visit)
         if entry is None:
             return []
         entry.nbytes = nbytes
         entry.keep = tail
+        entry.prefetch = prefetch
         if entry.state is VisitState.OPEN:
             entry.state = VisitState.RESIDENT
         if successor and nbytes and entry.state is VisitState.RESIDENT:
@@ -147,24 +176,75 @@ class Schedule:
             self._leaving.remove(visit)
         entry.state = VisitState.REACHED
         budget = self.in_flight_bytes
-        before, left = entry.previous, self.prefetch
+        before = entry.previous
+        left = self.prefetch if entry.prefetch is None else entry.prefetch
         while left:
             earlier = self._visits.get(before) if before is not None else None
-            if earlier is None or before is None:
+            if earlier is None or before is None or self._is_done(earlier, entry):
+                # The first of its micro-batch: the next one's backward follows (S5).
+                following = self._last_of_next(entry.batch)
+                if following is not None:
+                    actions += self._fetch(following, budget)[0]
                 break
             left -= earlier.nbytes > 0
-            if earlier.state is VisitState.LEAVING:
-                # It has not left yet and is needed next: let it stay.
-                self._leaving.remove(before)
-                earlier.state = VisitState.COMING
-            if earlier.state is VisitState.AWAY:
-                if earlier.nbytes > budget < self.in_flight_bytes:
-                    break
-                budget -= earlier.nbytes
-                earlier.state = VisitState.COMING
-                actions.append(Action(Verb.LAUNCH_LOAD, before))
+            found, used = self._fetch(before, budget)
+            actions += found
+            if used is None:
+                break
+            budget -= used
             before = earlier.previous
         return actions
+
+    def _fetch(self, visit: int, budget: int) -> tuple[list[Action], int | None]:
+        """Have a visit on the device soon: what to do, and the bytes of the bound that it takes; None if too many."""
+        entry = self._visits[visit]
+        if entry.state is VisitState.LEAVING:
+            # It has not left yet and is needed next: let it stay.
+            self._leaving.remove(visit)
+            entry.state = VisitState.COMING
+        if entry.state is not VisitState.AWAY:
+            return [], 0
+        if entry.nbytes > budget < self.in_flight_bytes:
+            return [], None
+        entry.state = VisitState.COMING
+        return [Action(Verb.LAUNCH_LOAD, visit)], entry.nbytes
+
+    def _is_done(self, earlier: _Visit, entry: _Visit) -> bool:
+        """Whether a visit is that of an earlier micro-batch, whose backward was there."""
+        return earlier.batch != entry.batch and earlier.state is VisitState.REACHED
+
+    def _is_next_in_line(self, entry: _Visit) -> bool:
+        """Whether a visit is the last of its micro-batch, and no older one of the model waits for its backward."""
+        batch = entry.batch
+        return (
+            batch is not None
+            and batch != self._batch
+            and not any(
+                other.batch is not None
+                and other.batch.owner == batch.owner
+                and other.batch.number < batch.number
+                and other.state is not VisitState.REACHED
+                for other in self._visits.values()
+            )
+        )
+
+    def _last_of_next(self, batch: Batch | None) -> int | None:
+        """The last visit of the oldest micro-batch after ``batch`` whose backward has not begun."""
+        if batch is None:
+            return None
+        waiting = [
+            (other.batch.number, -visit)
+            for visit, other in self._visits.items()
+            if other.batch is not None
+            and other.batch.owner == batch.owner
+            and other.batch.number > batch.number
+            and other.batch != self._batch
+            and other.nbytes
+        ]
+        if not waiting:
+            return None
+        visit = -min(waiting)[1]
+        return None if self._visits[visit].state is VisitState.REACHED else visit
 
     def forget(self, visit: int) -> None:
         """The graph of a visit is gone; visits before it stay reachable from those after it."""

@@ -23,8 +23,10 @@ import sys
 from pathlib import Path
 from lowtide.bench.sim import run
 *options, folder = sys.argv[1:]
+micro_batches, warm_up = map(int, options[4:6] or (1, 0))
 raise SystemExit(run("h100-80gb", options[0], layers=int(options[1]), seq=int(options[2]),
-    policies=options[3].split(","), json=Path(folder, "figures.json"), trace=Path(folder, "step.json.gz")))
+    policies=options[3].split(","), micro_batches=micro_batches, warm_up=warm_up,
+    json=Path(folder, "figures.json"), trace=Path(folder, "step.json.gz")))
 """
 Figures = dict[str, dict[str, Any]]
 
@@ -122,6 +124,24 @@ def test_the_same_run_gives_the_same_figures(tmp_path: Path) -> None:
     assert runs[0] == runs[1]
     text = [(tmp_path / str(n) / "figures.json").read_text(encoding="utf-8") for n in range(2)]
     assert json.loads(text[0]) == json.loads(text[1])
+
+
+def test_a_pipelines_stage_waits_for_no_copy_and_holds_what_is_warming_up(tmp_path: Path) -> None:
+    """1F1B: three forwards, then one forward and one backward in turn. Residency does not grow with micro-batches."""
+    layers, policies = 4, "recompute,recompute+swap-inputs,swap-hideable"
+    peaks: dict[int, dict[str, int]] = {}
+    for count in (5, 8):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        found, _ = figures(folder, "llama-7b", str(layers), "4096", policies, str(count), "3")
+        for name in ("recompute+swap-inputs", "swap-hideable"):
+            assert found[name]["exposed_over_step"] < 0.01
+        swapped, kept = found["recompute+swap-inputs"], found["recompute"]
+        assert swapped["step_seconds"] <= 1.005 * kept["step_seconds"]
+        # Every micro-batch's layers keep their inputs but the model's own, which is somebody else's.
+        assert kept["inputs_resident"] - swapped["inputs_resident"] >= 3 * (layers - 1) - 2
+        peaks[count] = {name: found[name]["peak_active_bytes"] for name in found}
+    assert peaks[5] == peaks[8]
 
 
 def test_what_does_not_fit_is_reported(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ class WrappedForward:
         manager = SwapManager()
         unit = self._begin_unit(manager)
         if self.learns:
-            manager.begin_learning(self.module.buffers())
+            manager.begin_learning(id(self), self.module.buffers())
         try:
             if self.recipe is not None:
                 out = self.recipe.run(fn, self.region, args, kwargs)

@@ -16,6 +16,12 @@ from lowtide.residency.swap_tensor import SwapState, SwapTensor, launch_load, la
 __all__ = ["Storage", "SwapGroup"]
 
 
+_HELD_ELSEWHERE = (
+    "what left is still held by somebody else, so its device memory is not free (held elsewhere). Nothing to do if "
+    "that is your own batch; else drop the other reference before the next layer ends."
+)
+
+
 class Storage:
     """All tensors that one module saved in one forward, saved and swapped apart (U9).
 
@@ -109,6 +115,7 @@ class Storage:
                     tensor.remember_holder()
                     if self.row is not None:
                         self.row.held_elsewhere_bytes += tensor.nbytes
+                        self.row.note(_HELD_ELSEWHERE)
 
     def launch_load(self, copy_stream: Any = None) -> None:
         """Start the copies back of what is on the lower tier as one batch."""

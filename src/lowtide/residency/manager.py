@@ -24,7 +24,7 @@ from lowtide.residency.swap_tensor import SwapTensor
 from lowtide.schedule import Action, Schedule, Verb
 from lowtide.storage import PLAIN_TYPES
 
-__all__ = ["SwapManager", "Visit", "watch_chained_layers"]
+__all__ = ["SwapManager", "Visit", "ask_for_open_visit", "watch_chained_layers"]
 
 
 _NO_SCHEDULE = (
@@ -42,6 +42,15 @@ _watchers: list[Callable[[Any], None]] = []
 def watch_chained_layers(watcher: Callable[[Any], None]) -> None:
     """Let ``watcher`` install the forward boundaries of chained layers."""
     _watchers.append(watcher)
+
+
+# Asked for the visit of the region that records now: whoever can see which regions are open.
+_open_visits: list[Callable[[], Visit | None]] = []
+
+
+def ask_for_open_visit(find: Callable[[], Visit | None]) -> None:
+    """Let ``find`` say which visit the region belongs to that is open on this thread."""
+    _open_visits.append(find)
 
 
 def _users_level() -> int:
@@ -63,13 +72,14 @@ _UNSET = _Unset()
 class Visit:
     """One forward call of a unit: what it saved, and how the schedule drives it."""
 
-    __slots__ = ("__weakref__", "_finalizer", "manager", "number", "sequence", "storages")
+    __slots__ = ("__weakref__", "_finalizer", "layer", "manager", "number", "sequence", "storages")
 
     def __init__(self, manager: SwapManager, sequence: _Sequence, number: int) -> None:
         self.manager = manager
         self.sequence = sequence
         self.number = number
         self.storages: list[weakref.ref[Storage]] = []
+        self.layer: weakref.ref[Any] | None = None  # the chained layer whose place in the chain it takes
 
     def add(self, storage: Storage) -> None:
         """The unit's call saved something that may move."""
@@ -146,6 +156,7 @@ class SwapManager:
         self._current_group_name: str | None = None
         self._successors: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
         self._predecessors: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+        self._distances: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._local = _Local()
         # storage address -> the copy that already moves it; one copy per storage, whoever saves it (U12)
         # storages (pinned by weak reference) that somebody else keeps: moving them frees nothing
@@ -293,14 +304,28 @@ class SwapManager:
                         remedy="Chain the modules whose forward calls follow each other.",
                     )
                 )
-        self._check_edge(first_layer, second_layer)
+        self.check_edge(first_layer, second_layer)
         for layer in (first_layer, second_layer):
             for watcher in _watchers:
                 watcher(layer)
-        self._successors[first_layer] = weakref.ref(second_layer)
-        self._predecessors[second_layer] = weakref.ref(first_layer)
+        self.link(first_layer, second_layer)
 
-    def _check_edge(self, first: Any, second: Any) -> None:
+    def link(self, first: Any, second: Any, prefetch: int | None = None) -> None:
+        """Chain two layers whose boundaries the caller watches himself; ``prefetch`` is that of ``second``."""
+        self.check_edge(first, second)
+        self._successors[first] = weakref.ref(second)
+        self._predecessors[second] = weakref.ref(first)
+        if prefetch is not None:
+            self._distances[second] = prefetch
+
+    def neighbours(self, layer: Any) -> tuple[Any, Any]:
+        """The layers that are chained before and behind a layer; None where there is none."""
+        before, behind = self._predecessors.get(layer), self._successors.get(layer)
+        return (None if before is None else before()), (None if behind is None else behind())
+
+    def check_edge(self, first: Any, second: Any) -> None:
+        """Raise :class:`ScheduleError` if two layers cannot be chained."""
+
         def describe(layer: Any) -> str:
             return type(layer).__name__
 
@@ -334,6 +359,7 @@ class SwapManager:
         """Take a layer out of its chain. Harmless where it stands in none."""
         before = self._predecessors.pop(layer, None)
         after = self._successors.pop(layer, None)
+        self._distances.pop(layer, None)
         first = before() if before is not None else None
         second = after() if after is not None else None
         if first is not None:
@@ -362,8 +388,12 @@ class SwapManager:
         """The chained layers whose forward runs on this thread, outermost first."""
         return self._local.units
 
-    def begin_learning(self, buffers: Iterable[torch.Tensor]) -> None:
+    def begin_learning(self, owner: object, buffers: Iterable[torch.Tensor]) -> None:
         """A model under ``lowtide.auto``, with these buffers, begins its forward on this thread."""
+        if not self._local.learning:
+            sequence = self.sequence()
+            with sequence.lock:
+                sequence.schedule.begin_batch(owner)
         self._local.learning += 1
         self._local.buffers.update(_torch.storage_key(b) for b in buffers if type(b) in PLAIN_TYPES)
 
@@ -372,6 +402,9 @@ class SwapManager:
         self._local.learning -= 1
         if not self._local.learning:
             self._local.buffers = set()
+            sequence = self.sequence()
+            with sequence.lock:
+                sequence.schedule.end_batch()
 
     @property
     def learned_buffers(self) -> set[int]:
@@ -386,7 +419,9 @@ class SwapManager:
     @property
     def is_scheduled(self) -> bool:
         """Whether anything would move what is saved now (U7)."""
-        return self._current_group_name is not None or bool(self.units) or self.is_learning
+        if self._current_group_name is not None or self.units or self.is_learning:
+            return True
+        return any(find() is not None for find in _open_visits)
 
     def begin_visit(self) -> Visit:
         """A unit's forward begins."""
@@ -399,12 +434,18 @@ class SwapManager:
         return visit
 
     def end_visit(self, visit: Visit, layer: Any = None) -> None:
-        """A unit's forward ended; ``layer`` is given where it is a chained one."""
+        """A unit's forward ended; ``layer`` is given (here or by the visit) where it is a chained one."""
+        if layer is None and visit.layer is not None:
+            layer = visit.layer()
         successor = layer is not None and layer in self._successors
         tail = layer is not None and not successor
         nbytes = visit.nbytes
+        distance = self._distances.get(layer) if layer is not None else None
         self._run(
-            visit.sequence, lambda schedule: schedule.end_forward(visit.number, nbytes, successor=successor, tail=tail)
+            visit.sequence,
+            lambda schedule: schedule.end_forward(
+                visit.number, nbytes, successor=successor, tail=tail, prefetch=distance
+            ),
         )
 
     def file_under(self, storage: Storage, visit: Visit | None) -> Visit | None:
@@ -422,6 +463,11 @@ class SwapManager:
         """Whether a region that begins now is a visit of the learned order."""
         return self.is_learning and not self.units and self._current_group_name is None
 
+    @property
+    def drives_groups(self) -> bool:
+        """Whether what is saved now belongs to a group that is driven by hand."""
+        return self._current_group_name is not None
+
     def adopt(self, tensor: torch.Tensor, name: str) -> SwapTensor:
         """The swap tensor of a storage: the one that already moves it, else a new one (U12)."""
         key = tensor.untyped_storage()._cdata
@@ -433,6 +479,12 @@ class SwapManager:
             made = SwapTensor(tensor, carrier=self.carrier_for(tensor.device), name=name)
             self._shared[key] = made
             return made
+
+    def moving(self, tensor: torch.Tensor) -> SwapTensor | None:
+        """The swap tensor of a storage, if what a graph keeps of it may move."""
+        with self._lock:
+            known = self._shared.get(_torch.storage_key(tensor))
+            return known if known is not None and known.shares(tensor) else None
 
     def remember_held_elsewhere(self, storage: int) -> None:
         """Moving this storage freed nothing, since somebody else holds it (a buffer, a shared table)."""
