@@ -66,6 +66,29 @@ def swap_learned(kit: Kit) -> None:
     train(kit, model, interleaved=True)
 
 
+def pipeline(kit: Kit) -> None:
+    """The stages of two chunks of a pipeline: two micro-batches warm up, then a forward and a backward in turn."""
+    chunks = [kit.gpt() for _ in range(2)]
+    for model in chunks:
+        _swapped(kit, model.layers)
+        _learned(kit, model)
+    waiting: list[list[torch.Tensor]] = [[], []]
+    for batch in kit.batches(5):
+        for model, losses in zip(chunks, waiting, strict=True):
+            losses.append(model(batch).square().mean())
+            kit.mark()
+        for losses in waiting:
+            if len(losses) > 2:
+                losses.pop(0).backward()
+                kit.mark()
+    for losses in waiting:
+        while losses:
+            losses.pop(0).backward()
+            kit.mark()
+    for model in chunks:
+        kit.note_gradients(model)
+
+
 def swap_narrow(kit: Kit) -> None:
     """The whole model is one swapped region, and few bytes may be in flight."""
     kit.configure(in_flight_bytes=300_000)
@@ -335,6 +358,7 @@ def _even_steps(kit: Kit, model: nn.Module, rows: int) -> None:
 WORKLOADS: dict[str, Workload] = {
     "checkpoint": checkpoint_learned,
     "swap": swap_learned,
+    "pipeline": pipeline,
     "narrow": swap_narrow,
     "far": swap_far,
     "far, bounded": swap_far_bounded,
@@ -344,7 +368,6 @@ WORKLOADS: dict[str, Workload] = {
     "chain inside": chained_inside,
     "chain apart": chained_apart,
     "cut short": cut_short,
-    "pipeline": pipeline,
     "groups": groups,
     "call": call_mode,
     "side stream": side_stream,
