@@ -222,8 +222,8 @@ def branch_by_branch(kit: Kit) -> None:
         torch.manual_seed(14)
         model = nn.Sequential(Fork(), nn.Identity()).to(kit.device)
         _wrap_each(kit, [model[0]], wrap, around=model)
-        inputs = [made(kit, seed, 64 * 100).requires_grad_() for seed in (3, 4, 5)]
-        calls = [model(x) for x in inputs]  # the first leaves when the second begins
+        inputs = [made(kit, seed, 64 * 100).requires_grad_() for seed in (3, 4, 5, 6)]
+        calls = [model(x) for x in inputs]  # the second leaves when the third begins
         for results, x in zip(calls, inputs, strict=True):
             for result in results:
                 kit.note(*torch.autograd.grad(result.sum(), [x]))

@@ -66,7 +66,7 @@ def swap_learned(kit: Kit) -> None:
     train(kit, model, interleaved=True)
 
 
-def pipeline(kit: Kit) -> None:
+def stages(kit: Kit) -> None:
     """The stages of two chunks of a pipeline: two micro-batches warm up, then a forward and a backward in turn."""
     chunks = [kit.gpt() for _ in range(2)]
     for model in chunks:
@@ -358,7 +358,7 @@ def _even_steps(kit: Kit, model: nn.Module, rows: int) -> None:
 WORKLOADS: dict[str, Workload] = {
     "checkpoint": checkpoint_learned,
     "swap": swap_learned,
-    "pipeline": pipeline,
+    "stages": stages,
     "narrow": swap_narrow,
     "far": swap_far,
     "far, bounded": swap_far_bounded,
@@ -368,6 +368,7 @@ WORKLOADS: dict[str, Workload] = {
     "chain inside": chained_inside,
     "chain apart": chained_apart,
     "cut short": cut_short,
+    "pipeline": pipeline,
     "groups": groups,
     "call": call_mode,
     "side stream": side_stream,
