@@ -7,17 +7,19 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.schedule import Action, Schedule, Verb, VisitState
+from lowtide.schedule import Action, Batch, Schedule, Verb, VisitState
 
 
 def _names(actions: list[Action]) -> list[tuple[str, int]]:
     return [(a.verb.value, a.visit) for a in actions]
 
 
-def _forward(schedule: Schedule, count: int, nbytes: int = 10, *, chained: bool = False) -> list[list[tuple[str, int]]]:
+def _forward(
+    schedule: Schedule, count: int, nbytes: int = 10, *, chained: bool = False, batch: Batch | None = None
+) -> list[list[tuple[str, int]]]:
     log = []
     for index in range(count):
-        visit, actions = schedule.begin_forward()
+        visit, actions = schedule.begin_forward(batch)
         last = index == count - 1
         actions += schedule.end_forward(visit, nbytes, successor=chained and not last, tail=chained and last)
         log.append(_names(actions))
@@ -55,11 +57,9 @@ def test_backward_loads_what_it_needs_and_one_ahead() -> None:
     assert _names(schedule.begin_backward(0)) == []
 
 
-def _micro_batches(schedule: Schedule, count: int, layers: int, *, owner: object = "model") -> None:
-    for _ in range(count):
-        schedule.begin_batch(owner)
-        _forward(schedule, layers)
-        schedule.end_batch()
+def _micro_batches(schedule: Schedule, numbers: range, layers: int, *, owner: object = "model") -> None:
+    for number in numbers:
+        _forward(schedule, layers, batch=Batch(owner, number))
 
 
 def _backward(schedule: Schedule, visits: range) -> list[tuple[str, int]]:
@@ -72,27 +72,27 @@ def _backward(schedule: Schedule, visits: range) -> list[tuple[str, int]]:
 
 def test_of_several_micro_batches_the_oldest_keeps_its_last_visit_and_the_next_is_fetched_in_time() -> None:
     schedule = Schedule()
-    _micro_batches(schedule, 3, 3)
+    _micro_batches(schedule, range(3), 3)
     states = [schedule.state_of(visit) for visit in range(9)]
     away, stays = VisitState.AWAY, VisitState.RESIDENT
     assert states[:6] == [away, away, stays, away, away, away]
     # Backward of the first of a micro-batch loads the last of the next.
     assert _backward(schedule, range(3)) == [("launch_load", 1), ("launch_load", 0), ("launch_load", 5)]
-    _micro_batches(schedule, 1, 3)  # a forward in between, as in 1F1B
+    _micro_batches(schedule, range(3, 4), 3)  # a forward in between, as in 1F1B
     assert _backward(schedule, range(3, 6)) == [("launch_load", 4), ("launch_load", 3), ("launch_load", 8)]
 
 
 def test_models_do_not_fetch_for_each_other() -> None:
     schedule = Schedule()
-    _micro_batches(schedule, 2, 2, owner="first")
-    _micro_batches(schedule, 2, 2, owner="second")
+    _micro_batches(schedule, range(2), 2, owner="first")
+    _micro_batches(schedule, range(2, 4), 2, owner="second")
     assert [schedule.state_of(visit) for visit in (1, 5)] == [VisitState.RESIDENT] * 2
     assert _backward(schedule, range(2)) == [("launch_load", 0), ("launch_load", 3)]
 
 
 def test_backwards_in_the_other_order_load_everything_once() -> None:
     schedule = Schedule()
-    _micro_batches(schedule, 3, 2)
+    _micro_batches(schedule, range(3), 2)
     log = [step for first in (4, 2, 0) for step in _backward(schedule, range(first, first + 2))]
     assert len(log) == len(set(log))
     assert len(schedule) == 0
@@ -181,9 +181,7 @@ def test_every_visit_moves_through_legal_states_whatever_the_order(
             where[action.visit] = after
 
     for index, nbytes in enumerate(sizes):
-        if per_batch and index % per_batch == 0:
-            schedule.begin_batch("model")
-        visit, actions = schedule.begin_forward()
+        visit, actions = schedule.begin_forward(Batch("model", index // per_batch) if per_batch else None)
         apply(actions)
         last = index == len(sizes) - 1
         apply(schedule.end_forward(visit, nbytes, successor=chained and not last, tail=chained and last))

@@ -26,7 +26,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-__all__ = ["Action", "Schedule", "Verb", "VisitState"]
+__all__ = ["Action", "Batch", "Schedule", "Verb", "VisitState"]
 
 
 class Verb(enum.Enum):
@@ -94,28 +94,20 @@ class Schedule:
     _next: int = 0
     _last: int | None = None
     _leaving: list[int] = field(default_factory=list)
-    _batch: Batch | None = None
-    _batches: int = 0
 
-    def begin_batch(self, owner: object) -> None:
-        """A model's forward begins: what its units visit from now on is one micro-batch."""
-        self._batches += 1
-        self._batch = Batch(owner, self._batches)
+    def begin_forward(self, batch: Batch | None = None) -> tuple[int, list[Action]]:
+        """A unit's forward begins: its visit, and what those before may do now (S1, S2).
 
-    def end_batch(self) -> None:
-        """That forward ended."""
-        self._batch = None
-
-    def begin_forward(self) -> tuple[int, list[Action]]:
-        """A unit's forward begins: its visit, and what those before may do now (S1, S2)."""
+        ``batch``: the forward of a whole model that it is a part of.
+        """
         visit, self._next = self._next, self._next + 1
         last = self._last
         actions = self._release(but=last)
         if last is not None:
             before = self._visits[last]
-            if before.state is VisitState.RESIDENT and not before.keep and not self._is_next_in_line(before):
+            if before.state is VisitState.RESIDENT and not before.keep and not self._is_next_in_line(before, batch):
                 actions += self._launch(last)
-        self._visits[visit] = _Visit(previous=last, batch=self._batch)
+        self._visits[visit] = _Visit(previous=last, batch=batch)
         if last is not None:
             self._visits[last].following = visit
         self._last = visit
@@ -213,12 +205,12 @@ class Schedule:
         """Whether a visit is that of an earlier micro-batch, whose backward was there."""
         return earlier.batch != entry.batch and earlier.state is VisitState.REACHED
 
-    def _is_next_in_line(self, entry: _Visit) -> bool:
+    def _is_next_in_line(self, entry: _Visit, following: Batch | None) -> bool:
         """Whether a visit is the last of its micro-batch, and no older one of the model waits for its backward."""
         batch = entry.batch
         return (
             batch is not None
-            and batch != self._batch
+            and batch != following
             and not any(
                 other.batch is not None
                 and other.batch.owner == batch.owner
@@ -238,7 +230,6 @@ class Schedule:
             if other.batch is not None
             and other.batch.owner == batch.owner
             and other.batch.number > batch.number
-            and other.batch != self._batch
             and other.nbytes
         ]
         if not waiting:

@@ -199,7 +199,7 @@ def _reached_one_by_one(kit: Kit) -> None:
     kit.configure(prefetch=3)
     model = Tapped(kit.gpt())
     _swapped(kit, model.layers)
-    _learned(kit, model)
+    _chain(kit, model.layers)
     taps = model(*kit.batches(1))
     weights = list(model.layers[-1].mlp.parameters())
     kit.note(*torch.autograd.grad(taps[-1].sum(), weights, retain_graph=True))

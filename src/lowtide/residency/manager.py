@@ -21,7 +21,7 @@ from lowtide.errors import LowtideWarning, ScheduleError, WrapError, explain
 from lowtide.residency.copies import Carrier, FileCarrier, PinnedCarrier, Settings, Traffic
 from lowtide.residency.group import Storage, SwapGroup
 from lowtide.residency.swap_tensor import SwapTensor
-from lowtide.schedule import Action, Schedule, Verb
+from lowtide.schedule import Action, Batch, Schedule, Verb
 from lowtide.storage import PLAIN_TYPES
 
 __all__ = ["SwapManager", "Visit", "ask_for_open_visit", "watch_chained_layers"]
@@ -122,6 +122,8 @@ class _Local(threading.local):
         self.units: list[Visit] = []  # open chained layers, outermost first
         self.learning = 0  # how many `auto` models run forward now
         self.buffers: set[int] = set()  # storages of their buffers
+        self.batches = 0  # forwards of such models so far
+        self.batch: Batch | None = None  # the one that runs now
 
 
 class SwapManager:
@@ -391,9 +393,8 @@ class SwapManager:
     def begin_learning(self, owner: object, buffers: Iterable[torch.Tensor]) -> None:
         """A model under ``lowtide.auto``, with these buffers, begins its forward on this thread."""
         if not self._local.learning:
-            sequence = self.sequence()
-            with sequence.lock:
-                sequence.schedule.begin_batch(owner)
+            self._local.batches += 1
+            self._local.batch = Batch(owner, self._local.batches)
         self._local.learning += 1
         self._local.buffers.update(_torch.storage_key(b) for b in buffers if type(b) in PLAIN_TYPES)
 
@@ -402,9 +403,7 @@ class SwapManager:
         self._local.learning -= 1
         if not self._local.learning:
             self._local.buffers = set()
-            sequence = self.sequence()
-            with sequence.lock:
-                sequence.schedule.end_batch()
+            self._local.batch = None
 
     @property
     def learned_buffers(self) -> set[int]:
@@ -427,7 +426,7 @@ class SwapManager:
         """A unit's forward begins."""
         sequence = self.sequence()
         with sequence.lock:
-            number, actions = sequence.schedule.begin_forward()
+            number, actions = sequence.schedule.begin_forward(self._local.batch)
             visit = Visit(self, sequence, number)
             sequence.visits[number] = visit
             self._act(sequence, actions)
@@ -462,11 +461,6 @@ class SwapManager:
     def learns_here(self) -> bool:
         """Whether a region that begins now is a visit of the learned order."""
         return self.is_learning and not self.units and self._current_group_name is None
-
-    @property
-    def drives_groups(self) -> bool:
-        """Whether what is saved now belongs to a group that is driven by hand."""
-        return self._current_group_name is not None
 
     def adopt(self, tensor: torch.Tensor, name: str) -> SwapTensor:
         """The swap tensor of a storage: the one that already moves it, else a new one (U12)."""
