@@ -35,8 +35,10 @@ _MOVED = ["async_offload", "wait_offload", "async_load", "wait_load"]
 _ROUTED = ["set_forward_prefetch_layer", "set_current_group_name"]
 # The rest of these classes is between the parts of the library.
 FOR_USERS = {
+    "Applied": ["undo"],
     "Auto": ["undo"],
     "CheckpointWithoutOutput": ["checkpoint", "discard_output", "discard_output_and_register_recompute", "recompute"],
+    "MemoryConfig": ["from_dict", "from_yaml", "from_args", "add_arguments", "validate"],
     "Report": ["total"],
     "Storage": [*_DRIVEN, "swap", "save", "tensors", "nbytes"],
     "SwapGroup": [*_DRIVEN, "add"],

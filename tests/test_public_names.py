@@ -18,9 +18,12 @@ import lowtide
 from lowtide import errors
 
 EXPORTS = {
+    "Applied",
+    "AppliedRow",
     "Auto",
     "CheckpointPolicy",
     "CheckpointWithoutOutput",
+    "MemoryConfig",
     "Report",
     "SelectiveCheckpointContext",
     "Storage",
@@ -28,6 +31,7 @@ EXPORTS = {
     "SwapManager",
     "SwapState",
     "SwapTensor",
+    "apply",
     "auto",
     "checkpoint_wrapper",
     "create_selective_checkpoint_contexts",
@@ -42,12 +46,20 @@ EXPORTS = {
     "unwrap",
 }
 # Made by another public name, whose example shows it, or an enumeration of states.
-WITHOUT_EXAMPLE = {"Auto": "auto", "Report": "report", "SwapState": "SwapTensor", "errors": ""}
+WITHOUT_EXAMPLE = {
+    "Applied": "apply",
+    "AppliedRow": "apply",
+    "Auto": "auto",
+    "Report": "report",
+    "SwapState": "SwapTensor",
+    "errors": "",
+}
 SIGNATURES = {
     "checkpoint_wrapper": "(module_or_fn, policy_fn=None, swap_inputs=False, *, "
     "recompute='auto', certify=0, name=None)",
     "swap_wrapper": "(module_or_fn, policy_fn=None, *, certify=0, name=None)",
     "unwrap": "(module_or_fn)",
+    "apply": "(model, config)",
     "auto": "(model)",
     "report": "(model)",
     "pure": "(function)",

@@ -30,6 +30,8 @@ from lowtide.policy import (
     swap_matmuls_and_attention,
     swap_ops,
 )
+from lowtide.recipes.apply import Applied, AppliedRow, apply
+from lowtide.recipes.config import MemoryConfig
 from lowtide.report.summary import Report, build
 from lowtide.residency.group import Storage, SwapGroup
 from lowtide.residency.manager import SwapManager
@@ -41,9 +43,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Applied",
+    "AppliedRow",
     "Auto",
     "CheckpointPolicy",
     "CheckpointWithoutOutput",
+    "MemoryConfig",
     "Report",
     "SelectiveCheckpointContext",
     "Storage",
@@ -51,6 +56,7 @@ __all__ = [
     "SwapManager",
     "SwapState",
     "SwapTensor",
+    "apply",
     "auto",
     "checkpoint_wrapper",
     "create_selective_checkpoint_contexts",

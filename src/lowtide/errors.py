@@ -4,6 +4,7 @@ The tree::
 
     LowtideError (RuntimeError)
     ├── PolicyError        a policy answered something that is not an answer, or named an unknown operator
+    ├── ConfigError        a memory configuration that cannot be met
     ├── WrapError          a module or function cannot be wrapped this way
     ├── ScheduleError      a chain that cannot be followed, a group that does not exist or is empty
     ├── StateError         a residency call that does not fit the state it meets
@@ -24,6 +25,7 @@ from __future__ import annotations
 __all__ = [
     "CapacityError",
     "CertifyError",
+    "ConfigError",
     "LowtideError",
     "LowtideWarning",
     "ModifiedError",
@@ -48,6 +50,10 @@ class LowtideWarning(UserWarning):
 
 class PolicyError(LowtideError):
     """A policy answered something that is not an answer, or named an operator that does not exist."""
+
+
+class ConfigError(LowtideError):
+    """A memory configuration that does not fit itself, or not the model it is applied to."""
 
 
 class WrapError(LowtideError):
