@@ -121,8 +121,8 @@ def wait_stream(stream: Any, other: Any) -> None:
 
 
 def pinned_bytes(nbytes: int) -> torch.Tensor:
-    """A flat uint8 tensor of page-locked host memory. Slow (milliseconds): pool it."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    """A flat uint8 tensor of page-locked host memory, whatever the default device. Slow (milliseconds): pool it."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 # Backends whose page-locked memory comes from torch's caching host allocator.

@@ -606,3 +606,17 @@ def test_the_fake_notices_a_source_that_died() -> None:
     with pytest.raises(AssertionError, match="source was freed"):
         fake.settle()
     assert torch.Tensor.copy_ is PLAIN_COPY
+
+
+@pytest.mark.sim
+def test_the_lower_tier_lies_on_the_host_whatever_the_default_device() -> None:
+    torch.set_default_device("sim")
+    try:
+        assert lowtide.device.pinned_bytes(4096).device.type == "cpu"
+        before = torch.accelerator.memory_allocated()
+        tensor = SwapTensor(torch.randn(300, 300))
+        tensor.async_offload()
+        tensor.wait_offload()
+        assert torch.accelerator.memory_allocated() == before
+    finally:
+        torch.set_default_device(None)

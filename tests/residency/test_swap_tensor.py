@@ -129,6 +129,19 @@ def test_a_wrong_call_raises_names_the_missing_one_and_changes_nothing(
     assert swap.state is state
 
 
+@pytest.mark.cpu  # on an accelerator this is a race besides, which fails any test
+def test_a_write_while_it_leaves_is_noticed_when_it_is_back() -> None:
+    source = torch.randn(300, 300)
+    tensor = SwapTensor(source)
+    tensor.async_offload()
+    source.add_(1)
+    tensor.wait_offload()
+    tensor.async_load()
+    tensor.wait_load()
+    with pytest.raises(ModifiedError, match=r"expected version 0, got version 1 of a \(300, 300\)"):
+        tensor.get_val()
+
+
 def test_a_change_after_it_was_handed_over_is_noticed() -> None:
     tensor = torch.randn(4)
     swap = SwapTensor(tensor)

@@ -122,7 +122,6 @@ class WrappedForward:
         if not self.is_unit or not torch.is_grad_enabled() or not manager.is_chained(self.module):
             return None
         unit = manager.begin_visit()
-        unit.layer = weakref.ref(self.module)
         manager.units.append(unit)
         return unit
 

@@ -64,6 +64,7 @@ class SwapTensor:
         "_val",
         "_version",
         "_weak_storage",
+        "_written",
         "device",
         "layout",
         "must",
@@ -90,6 +91,7 @@ class SwapTensor:
         self._state = SwapState.DEVICE
         self._val: Tensor | None = tensor.detach()
         self._version = tensor._version
+        self._written: int | None = None  # the version it had when it was let go, if that was another one
         self._slot: Any = None
         self._out: Copy | None = None
         self._in: Copy | None = None
@@ -149,12 +151,13 @@ class SwapTensor:
             raise self._wrong("get_val", "a resident tensor (device)", missing)
         refill_if_emptied(self._val)
         demand_bytes(self._val, self.name)
-        if self._val._version != self._version:
+        written = self._val._version if self._written is None else self._written
+        if self._written is not None or written != self._version:
             raise ModifiedError(
                 explain(
                     "one of the variables needed for gradient computation has been modified by an inplace operation",
-                    expected=f"version {self._version}",
-                    got=f"version {self._val._version} of a {tuple(self.layout.size)} {self.layout.dtype} tensor",
+                    expected=f"version {self.source_version}",
+                    got=f"version {written} of a {tuple(self.layout.size)} {self.layout.dtype} tensor",
                     where=self.name,
                     remedy="Do not write to it between forward and backward, or save a clone.",
                 )
@@ -174,6 +177,10 @@ class SwapTensor:
         if self._state is not SwapState.D2H:
             return
         self._settle()
+        assert self._val is not None
+        if self._val._version != self._version:
+            # Written while it left: nobody knows which bytes went.
+            self._written = self._val._version
         self._val = None
         self._state = SwapState.HOST
 
