@@ -32,6 +32,18 @@ from lowtide.policy import (
 )
 from lowtide.recipes.apply import Applied, AppliedRow, apply
 from lowtide.recipes.config import MemoryConfig
+from lowtide.recipes.layer_inputs import (
+    LayerInputs,
+    SwapLayerInputManager,
+    SwapTensors,
+    is_valid_for_swap,
+    swap_layer_input_fboverlap_1f1b_wrapper,
+    swap_layer_input_fboverlap_backward_wrapper,
+    swap_layer_input_fboverlap_forward_wrapper,
+    swap_layer_input_forward_wrapper,
+    swap_layer_input_init_wrapper,
+    swap_layer_inputs,
+)
 from lowtide.report.summary import Report, build
 from lowtide.residency.group import Storage, SwapGroup
 from lowtide.residency.manager import SwapManager
@@ -48,23 +60,33 @@ __all__ = [
     "Auto",
     "CheckpointPolicy",
     "CheckpointWithoutOutput",
+    "LayerInputs",
     "MemoryConfig",
     "Report",
     "SelectiveCheckpointContext",
     "Storage",
     "SwapGroup",
+    "SwapLayerInputManager",
     "SwapManager",
     "SwapState",
     "SwapTensor",
+    "SwapTensors",
     "apply",
     "auto",
     "checkpoint_wrapper",
     "create_selective_checkpoint_contexts",
     "errors",
+    "is_valid_for_swap",
     "pure",
     "report",
     "save_matmuls_and_attention",
     "save_ops",
+    "swap_layer_input_fboverlap_1f1b_wrapper",
+    "swap_layer_input_fboverlap_backward_wrapper",
+    "swap_layer_input_fboverlap_forward_wrapper",
+    "swap_layer_input_forward_wrapper",
+    "swap_layer_input_init_wrapper",
+    "swap_layer_inputs",
     "swap_matmuls_and_attention",
     "swap_ops",
     "swap_wrapper",

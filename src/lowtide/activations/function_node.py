@@ -120,11 +120,12 @@ class FunctionArgument:
 class Body:
     """One running ``Function.forward``: watches for what would make a replay wrong."""
 
-    __slots__ = ("arguments", "generators", "node", "reason", "refused", "saved", "tape")
+    __slots__ = ("arguments", "function", "generators", "node", "reason", "refused", "saved", "tape")
 
     def __init__(self, tape: Tape, function: type, tensors: list[Tensor]) -> None:
         self.tape = tape
-        self.reason = f"autograd.Function {function.__qualname__} is not declared pure"
+        self.function = f"autograd.Function {function.__qualname__}"
+        self.reason = f"{self.function} is not declared pure"
         self.refused: str | None = None
         self.node: FunctionNode | None = None
         self.saved: list[Tensor] = []
@@ -150,8 +151,7 @@ class Body:
             return
         if torch.is_grad_enabled():
             self.refuse("it enables gradients inside its forward")
-        namespace = operator.func.namespace
-        if operator.kind is Kind.POISON or namespace.startswith("c10d") or namespace in {"_c10d_functional", "fsdp"}:
+        if operator.kind is Kind.POISON or operator.communicates:
             self.refuse("a collective or a storage resize runs inside its forward")
         tensors = tensors_in([*args, *kwargs.values()])
         if operator.name != "lift_fresh":

@@ -63,6 +63,7 @@ class Operator:
     __slots__ = (
         "atomic",
         "call",
+        "communicates",
         "composites",
         "dropout_p",
         "full_write",
@@ -95,6 +96,7 @@ class Operator:
         self.full_write = bool(self.writes) and (self.name in _FULL_WRITES or out)
         # flash attention is tagged random whether or not it drops: look at dropout_p first (R9)
         self.dropout_p = next((i for i, a in enumerate(schema.arguments) if a.name == "dropout_p"), -1)
+        self.communicates = func.namespace.startswith(("c10d", "_c10d", "fsdp"))  # with other ranks (R5)
         # whether the schema's write annotations are the contract (R4, R5)
         self.trust_writes = not (func.namespace.startswith("c10d") or self.name in _LIARS or self.name in _RESIZERS)
         self.composites = composite_of(func)

@@ -44,6 +44,8 @@ class Recorder(_torch.DispatchMode):
                     # Shape propagation (DTensor, compilers) computes nothing: there is nothing to record.
                     return func(*args, **kwargs) if kwargs else func(*args)
                 # The subclass takes itself apart; its plain parts come back here.
+                for tensor in tensors_in(args):
+                    self.tape.note_parameter(tensor)
                 return NotImplemented
         operator = known_operators.get(id(func)) or operator_of(func)
         tape = self.tape
@@ -63,7 +65,7 @@ def _record_rare(tape: Tape, operator: Operator, args: Any, kwargs: Any) -> Any:
     if tape.body is not None:
         return _run_in_body(tape, tape.body, operator, args, kwargs)
     if operator.kind in {Kind.OPAQUE, Kind.POISON}:
-        if operator.func.namespace == "aten":
+        if operator.func.namespace == "aten" or operator.communicates:
             tape.moves_state = str(operator.func)
         return run_opaque(tape, operator, args, kwargs, opaque_reason(operator))
     if not grad_enabled():  # R2
@@ -76,6 +78,9 @@ def _record_rare(tape: Tape, operator: Operator, args: Any, kwargs: Any) -> Any:
 def _run_in_body(tape: Tape, body: Any, operator: Operator, args: Any, kwargs: Any) -> Any:
     """An operator inside of an ``autograd.Function``'s forward is never a node of its own."""
     body.saw_operator(operator, args, kwargs)
+    if operator.communicates:  # R5: a rank that ran it again by itself would wait for the others for ever
+        tape.moves_state = str(operator.func)
+        body.reason = f"{operator.func} in {body.function} communicates, so it must not run twice"
     if operator.kind is PASS:
         return operator.func(*args, **kwargs)
     return run_opaque(tape, operator, args, kwargs, body.reason)
@@ -86,7 +91,7 @@ def opaque_reason(operator: Operator) -> str:
     namespace = operator.func.namespace
     if namespace in {"aten", "prims"}:
         return f"{operator.func} moves a state or a storage, so it must not run twice"
-    if namespace.startswith(("c10d", "_c10d", "fsdp")):
+    if operator.communicates:
         return f"{operator.func} communicates, so it must not run twice"  # R5
     return f"opaque operator {operator.func}"
 

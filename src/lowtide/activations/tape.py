@@ -70,6 +70,7 @@ class Tape:
         "nodes",
         "on_backward",
         "packed",
+        "parameter_parts",
         "plan_is_new",
         "planned",
         "read_again",
@@ -91,6 +92,7 @@ class Tape:
         self.nodes: list[Node | FunctionNode | None] = []
         self.holding: list[Value] = []  # every value that was ever held by reference
         self.packed: list[Value] = []
+        self.parameter_parts: set[int] = set()  # storages behind parameters that are tensor subclasses (DTensor)
         self.body: Body | None = None  # the autograd.Function whose forward runs now
         self.muted = False  # a replay runs while the region is still open
         self.closed = False
@@ -140,6 +142,14 @@ class Tape:
             return value
         return record.value
 
+    def note_parameter(self, tensor: Any) -> None:
+        """The plain parts of a parameter that is a subclass belong to it as a view would."""
+        if type(tensor) not in PLAIN_TYPES and _torch.is_traceable_subclass(tensor) and is_parameter(tensor):
+            for name in tensor.__tensor_flatten__()[0]:
+                part = getattr(tensor, name)
+                if type(part) in PLAIN_TYPES:
+                    self.parameter_parts.add(_torch.storage_key(part))
+
     def hold(self, value: Value, tensor: Tensor) -> None:
         """Keep a value's bytes by reference, as they look through ``tensor``, which may have history for now."""
         value.base_layout = layout_of(tensor)
@@ -161,7 +171,7 @@ class Tape:
         """Hold what cannot be replayed, and ask who may answer for it: the region's inputs and opaque results."""
         value.base_layout = layout_of(tensor)
         self.hold_base(value, tensor)
-        value.parameter = is_parameter(tensor)
+        value.parameter = is_parameter(tensor) or _torch.storage_key(tensor) in self.parameter_parts
         if value.answer is None and not value.parameter:
             value.answer = self.answers.for_leaf(tensor, foreign=value.foreign)
 
@@ -202,6 +212,7 @@ class Tape:
         if self.body is not None:
             self.body.saw_pack(tensor)
         if type(tensor) not in PLAIN_TYPES:
+            self.note_parameter(tensor)
             return Packed(tensor, self.pack) if _torch.is_traceable_subclass(tensor) else tensor
         if tensor.layout is not torch.strided:  # R14
             return tensor

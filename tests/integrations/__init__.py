@@ -1,0 +1,1 @@
+"""The callbacks for trainers: bits, what is undone, what is refused."""

@@ -1,0 +1,1 @@
+"""Training in several processes: pipelines, data parallel, sharded, tensor and sequence parallel."""
