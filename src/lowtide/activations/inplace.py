@@ -16,12 +16,11 @@ from typing import Any, Protocol
 import torch
 
 from lowtide.activations.call_mode import lower_to_checkpoint
-from lowtide.activations.region import Region, _local, notify_on_backward, stow_open_tapes
-from lowtide.activations.tape import Tape
+from lowtide.activations.region import Region, notify_on_backward, stow_open_tapes
 from lowtide.errors import UnsupportedError, WrapError, explain
-from lowtide.residency.manager import SwapManager, Visit, ask_for_open_visit, watch_chained_layers
+from lowtide.residency.manager import SwapManager, Visit, watch_chained_layers
 
-__all__ = ["LayerCall", "WrappedForward", "attach", "attached", "detach", "detach_if_idle", "open_tape"]
+__all__ = ["LayerCall", "WrappedForward", "attach", "attached", "detach", "detach_if_idle"]
 
 
 class LayerCall(Protocol):
@@ -197,21 +196,8 @@ def detach_if_idle(module: torch.nn.Module) -> None:
         del module.__dict__["forward"]
 
 
-def open_tape() -> Tape | None:
-    """The tape of the region that is open on this thread, or None."""
-    tape = _local.tape
-    return None if tape is None or tape.closed else tape
-
-
-def _open_visit() -> Visit | None:
-    # Its tape is closed already when what it keeps is handed to the residency.
-    tape = _local.tape
-    return None if tape is None else tape.visit
-
-
 def _watch_unit(layer: torch.nn.Module) -> None:
     attach(layer).is_unit = True
 
 
 watch_chained_layers(_watch_unit)
-ask_for_open_visit(_open_visit)

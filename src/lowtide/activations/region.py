@@ -30,9 +30,9 @@ from lowtide.errors import LowtideWarning, UnsupportedError, explain
 from lowtide.policy import PolicyFn, TensorPolicyFn
 from lowtide.report.counters import RegionRow
 from lowtide.residency.eligibility import NO_SCHEDULE
-from lowtide.residency.manager import SwapManager, Visit
+from lowtide.residency.manager import SwapManager, Visit, ask_for_open_visit
 
-__all__ = ["Region", "notify_on_backward", "stow_open_tapes"]
+__all__ = ["Region", "notify_on_backward", "open_tape", "stow_open_tapes"]
 
 
 class _Local(threading.local):
@@ -43,6 +43,21 @@ class _Local(threading.local):
 
 _local = _Local()
 install(lambda: _local.tape)
+
+
+def open_tape() -> Tape | None:
+    """The tape of the region that is open on this thread, or None."""
+    tape = _local.tape
+    return None if tape is None or tape.closed else tape
+
+
+def _open_visit() -> Visit | None:
+    # Its tape is closed already when what it keeps is handed to the residency.
+    tape = _local.tape
+    return None if tape is None else tape.visit
+
+
+ask_for_open_visit(_open_visit)
 
 # More than this share of opaque bytes makes recompute="auto" choose the call mode.
 _OPAQUE_SHARE = 0.1

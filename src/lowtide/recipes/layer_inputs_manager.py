@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_leaves
 from lowtide import _torch
 from lowtide.activations.answers import SwapFrame
 from lowtide.activations.call_mode import is_running_again
-from lowtide.activations.inplace import open_tape
-from lowtide.activations.region import Region, notify_on_backward, stow_open_tapes
+from lowtide.activations.region import Region, notify_on_backward, open_tape, stow_open_tapes
 from lowtide.activations.tape import Tape
 from lowtide.activations.values import LEAF, Value
 from lowtide.activations.wrappers import swap_wrapper
