@@ -26,6 +26,7 @@ __all__ = [
     "is_accelerator",
     "max_allocated_bytes",
     "new_stream",
+    "note_reader",
     "numeric_flags",
     "pinned_bytes",
     "record_event",
@@ -79,7 +80,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 def default_generator(device: torch.device) -> torch.Generator:
     """The generator that random operators of ``device`` use when they are given none."""
-    if device.type == "cpu":
+    if device.type in {"cpu", "meta"}:  # what is drawn on meta is drawn nowhere
         return torch.default_generator
     module = getattr(torch, device.type)
     index = device.index if device.index is not None else module.current_device()
@@ -113,6 +114,12 @@ def record_event(stream: Any) -> Event:
 def wait_event(stream: Any, event: Any) -> None:
     """Order later work on ``stream`` after ``event``; the host does not wait."""
     stream.wait_event(event)
+
+
+def note_reader(tensor: torch.Tensor) -> None:
+    """Keep the block behind a tensor, once it is freed, until the current stream has done what is queued on it now."""
+    if is_accelerator(tensor.device):
+        tensor.record_stream(current_stream(tensor.device))  # type: ignore[arg-type]
 
 
 def wait_stream(stream: Any, other: Any) -> None:

@@ -6,7 +6,10 @@ discard and the recompute; whatever cannot be discarded safely stays and is coun
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +24,7 @@ import lowtide
 from lowtide import CheckpointWithoutOutput, SwapManager, checkpoint_wrapper, swap_wrapper
 from lowtide import _torch as shim
 from lowtide.activations import discard
-from lowtide.errors import StateError, UnsupportedError
+from lowtide.errors import ModifiedError, StateError, UnsupportedError
 from lowtide.storage import Emptied
 
 from .kit import Operators, alive, no_collector, results, same
@@ -391,6 +394,71 @@ def test_nothing_outlives_the_graph(x: Tensor) -> None:
         assert alive() == before
         assert not any(type(thing) is Emptied for thing in gc.get_objects())
     model.checkpoint.recompute()  # harmless: its graph is gone
+
+
+def test_a_copy_of_what_holds_one_begins_anew(x: Tensor) -> None:
+    plain, other = pair(gelu)
+    results(other, x)
+    for made in (copy.deepcopy(other), pickle.loads(pickle.dumps(other))):  # noqa: S301 - our own bytes
+        for model in (plain, made):
+            gradients(model)
+        trains_alike(plain, made, x)
+
+
+@dataclasses.dataclass
+class Pair:
+    first: Tensor
+    second: Tensor
+
+
+def test_a_dataclass_of_outputs(x: Tensor) -> None:
+    leaf = x.clone().requires_grad_()
+    checkpoint = CheckpointWithoutOutput()
+    both = checkpoint.checkpoint(lambda t: Pair(t.sin(), t.exp()), False, leaf)
+    out = (both.first * both.second).sum()
+    checkpoint.discard_output_and_register_recompute(out)
+    assert both.first.untyped_storage().nbytes() == both.second.untyped_storage().nbytes() == 0
+    out.backward()
+    plain = x.clone().requires_grad_()
+    (plain.sin() * plain.exp()).sum().backward()
+    assert leaf.grad is not None and plain.grad is not None and torch.equal(leaf.grad, plain.grad)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("made_on_side", [False, True])
+def test_the_consumers_may_run_on_another_stream_than_the_function(*, made_on_side: bool) -> None:
+    import lowtide.sim
+
+    simulator = lowtide.sim.active()
+    assert simulator is not None
+    x, w = (torch.randn(64, 64, device="sim", requires_grad=True) for _ in range(2))
+    streams = [torch.accelerator.current_stream(), torch.Stream(device="sim")]
+    maker, reader = reversed(streams) if made_on_side else streams
+    checkpoint = CheckpointWithoutOutput()
+    maker.wait_stream(streams[0])
+    with maker:
+        hidden = checkpoint.checkpoint(gelu, False, x)
+    with reader:
+        reader.wait_stream(maker)
+        out = hidden @ w
+        checkpoint.discard_output_and_register_recompute(out)
+    del hidden
+    streams[0].wait_stream(reader)
+    out.sum().backward()
+    assert not simulator.races()
+
+
+def test_what_failed_once_is_still_missing(x: Tensor) -> None:
+    leaf = x.clone().requires_grad_()
+    middle = leaf * 2
+    checkpoint = CheckpointWithoutOutput()
+    hidden = checkpoint.checkpoint(gelu, False, middle)
+    checkpoint.discard_output()
+    middle.detach().add_(1)
+    for _ in range(2):
+        with pytest.raises(ModifiedError):
+            checkpoint.recompute()
+    assert hidden.untyped_storage().nbytes() == 0
 
 
 # ---- misuse ------------------------------------------------------------------------------------------------

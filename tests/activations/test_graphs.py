@@ -6,6 +6,7 @@ plain autograd's bits, run each node once per backward, and leave nothing behind
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -130,6 +131,23 @@ def test_a_backward_in_two_halves_runs_every_operator_once(x: Tensor) -> None:
         name: once[name] - bare[name] for name in of_interest
     }
     assert counts["addmm"] == 2  # the last product feeds nothing that backward reads
+
+
+def test_a_whole_backward_ends_what_half_a_backward_borrowed(x: Tensor) -> None:
+    layer = nn.Sequential(nn.Linear(N, N), nn.GELU(), nn.Linear(N, N))
+    plain, wrapped = x.clone().requires_grad_(), x.clone().requires_grad_()
+    region = recompute(layer.forward)
+    losses = [layer(plain).square().sum(), region(wrapped).square().sum()]
+    tape = next(thing for thing in gc.get_objects() if type(thing) is Tape and thing.closed and thing.packed)
+    for step in range(3):
+        want = torch.autograd.grad(losses[0], [plain], retain_graph=True)
+        got = torch.autograd.grad(losses[1], [wrapped], retain_graph=True)
+        assert same(list(want), list(got)), step
+        assert tape.lent
+        for loss in losses:
+            loss.backward(retain_graph=True)
+        assert not tape.lent and plain.grad is not None and wrapped.grad is not None
+        assert torch.equal(plain.grad, wrapped.grad)
 
 
 class ReadsTwice(torch.autograd.Function):

@@ -576,3 +576,12 @@ def test_rules_hold_together_in_every_order(x: Tensor) -> None:
             return x
 
         assert_same_as_plain(fn, x)
+
+
+def test_r9_a_draw_on_meta_is_no_draw() -> None:
+    """Shapes alone, as in a dry run."""
+    x = torch.randn(4, 8, device="meta", requires_grad=True)
+    layer = nn.Sequential(nn.Linear(8, 8, device="meta"), nn.Dropout(0.5), nn.GELU())
+    out = recompute(layer.forward)(x)
+    out.sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape

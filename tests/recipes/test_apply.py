@@ -362,3 +362,14 @@ def test_the_layers_inputs_move(more: dict[str, Any]) -> None:
     assert all("swap the layer's input" in row.answers for row in applied.rows)
     applied.undo()
     assert untouched(model, before)
+
+
+def test_undo_leaves_a_chain_that_was_made_afterwards() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(3)))
+    router = SwapManager()
+    applied = apply(model, MemoryConfig(recompute_method="uniform", swap_inputs=True))
+    for layer in model:
+        router.unchain(layer)
+    router.set_forward_prefetch_layer(model[0], model[1])
+    applied.undo()
+    assert router.neighbours(model[0])[1] is model[1] and router.neighbours(model[2]) == (None, None)

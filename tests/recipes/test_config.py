@@ -165,3 +165,21 @@ def test_the_bare_count_takes_the_one_meaning_that_is_possible() -> None:
 
 def test_its_errors_are_lowtides() -> None:
     assert issubclass(ConfigError, LowtideError)
+
+
+@pytest.mark.parametrize("text", [b"swap_attention: [", b"\xff\xfe swap"])
+def test_a_file_that_is_no_yaml_is_named(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "memory.yaml"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=r"cannot be read.*memory\.yaml"):
+        MemoryConfig.from_yaml(path)
+
+
+def test_patterns_that_name_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="swap_modules names nothing"):
+        MemoryConfig(swap_attention=True, swap_modules=" , ")
+
+
+def test_a_key_that_is_near_to_none_lists_the_fields() -> None:
+    with pytest.raises(ConfigError, match="The fields are recompute_method"):
+        MemoryConfig.from_dict({"zzz": 1})

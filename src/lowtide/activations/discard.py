@@ -9,14 +9,15 @@ counted with its reason. What a call keeps belongs to its graph.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lowtide import _torch
+from lowtide import _torch, device
 from lowtide.activations.region import Region
 from lowtide.activations.replay import give_back
 from lowtide.activations.tape import Tape
@@ -34,6 +35,16 @@ _WRITTEN = "an output of the function was written to after it had been made"
 _NOT_MADE = "an output of the function shares its storage with an input, or the tape cannot make it again"
 
 
+def _tensors_of(out: Any) -> Iterator[Tensor]:
+    """Every tensor of an output: in containers, and in dataclasses, which torch's trees do not open."""
+    for leaf in tree_leaves(out):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                yield from _tensors_of(getattr(leaf, field.name))
+
+
 class _Session:
     """One call: which outputs the tape can make again, and which of them are empty now."""
 
@@ -48,9 +59,7 @@ class _Session:
     def keep(self, tape: Tape, region: Region, out: Any) -> None:
         """The function has run: remember how each of its outputs is made."""
         seen: set[int] = set()
-        for tensor in tree_leaves(out):
-            if not isinstance(tensor, Tensor):
-                continue
+        for tensor in _tensors_of(out):
             if tensor.grad_fn is not None:
                 self.tracked = True
                 tensor.grad_fn.register_prehook(self._before_own_backward)
@@ -86,13 +95,16 @@ class _Session:
                 nbytes = tensor.untyped_storage().nbytes()
                 region.row.refuse(_WRITTEN, nbytes, "Do it inside the function, or not in place.")
             else:
+                # Its consumers may have run on another stream than the one that made it.
+                device.note_reader(tensor)
                 self.emptied.append((Emptied(tensor, refill), handle))
 
     def restore(self) -> None:
         """Make everything that is empty again, in place. Repeating it is harmless."""
         while self.emptied:
-            emptied, handle = self.emptied.pop()
+            emptied, handle = self.emptied[-1]
             give_back(handle, emptied)
+            self.emptied.pop()
 
     def _before_own_backward(self, _grads: Any) -> None:
         """Backward of the function begins, so that of every consumer of its output is over."""
@@ -139,8 +151,10 @@ class CheckpointWithoutOutput:
 
     Costs the function once more in backward, and its inputs until then. The
     random state is always restored. Hazard: between ``discard_output`` and
-    ``recompute`` nobody may read the output; lowtide's own regions notice and
-    make it again, other readers find an empty storage. Make one object for each
+    ``recompute`` nobody may read the output. lowtide's own regions notice and
+    make it again; any other reader finds an empty storage, which some operators
+    refuse and some crash the process on. So the hook tensor must be computed
+    from every consumer. Make one object for each
     call: used again, it speaks of the latest call only. It holds nothing of a
     call whose graph is gone.
 
@@ -162,6 +176,10 @@ class CheckpointWithoutOutput:
     def __init__(self) -> None:
         self._session: Callable[[], _Session | None] | None = None
         self._region: _WithoutOutput | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What a call keeps belongs to its graph: a copy begins anew.
+        return {"_session": None, "_region": None}
 
     def checkpoint(
         self,

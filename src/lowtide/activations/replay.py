@@ -204,11 +204,17 @@ def _hold_for_later(tape: Tape) -> None:
     """Half a backward is over: hold what it made, as far as its other half reads it again.
 
     The first half of a backward that is split into inputs' and weights' gradients is such a one. Nothing then runs a
-    second time, and what is held meanwhile plain autograd would hold as well.
+    second time, and what is held meanwhile plain autograd would hold as well. A whole backward that keeps its graph
+    ends the loan.
     """
+    if not tape.read_again and not tape.drops:
+        for value in tape.lent:
+            value.held = None
+        tape.lent = []
     for value, base in tape.read_again:
         if value.held is None and value.swap is None and value.live > 0:
             value.held, value.version = base, base._version
+            tape.lent.append(value)
 
 
 def _close_epoch(tape: Tape) -> None:
@@ -218,6 +224,8 @@ def _close_epoch(tape: Tape) -> None:
     tape.last_reader = None
     tape.read_again = []
     dropped, tape.dropped = tape.dropped, False
+    if dropped:
+        tape.lent = []  # what these are made from may be gone
     for node in tape.nodes:
         if node is None:
             continue

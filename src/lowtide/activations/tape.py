@@ -62,6 +62,7 @@ class Tape:
         "flags",
         "holding",
         "last_reader",
+        "lent",
         "lock",
         "module",
         "moves_state",
@@ -103,6 +104,7 @@ class Tape:
         self.backward = _torch.NO_BACKWARD  # the engine's id of the backward that has unpacked from us and still runs
         self.last_reader: tuple[int | None, list[Value]] | None = None  # such a node, and what it may read again
         self.read_again: list[tuple[Value, Tensor]] = []  # by nodes of which this backward asks for a half only
+        self.lent: list[Value] = []  # values that are held between the halves only
         self.drops = False  # this backward may drop held values at their last use (R16)
         self.dropped = False
         self.swapped: list[Storage] = []

@@ -224,23 +224,25 @@ def _schedule(model: nn.Module, chained: list[nn.Module], config: MemoryConfig, 
     if config.swaps and config.swap_schedule == "auto":
         undo.append(auto(model).undo)
     for first, second in pairwise(chained):
-        undo.append(_unchainer(first))
-        undo.append(_unchainer(second))
         SwapManager().set_forward_prefetch_layer(first, second)
+        undo.append(_unlinker(first, second))
 
 
-def _unchainer(layer: nn.Module) -> Callable[[], None]:
-    reference = weakref.ref(layer)
+def _unlinker(first: nn.Module, second: nn.Module) -> Callable[[], None]:
+    references = [weakref.ref(first), weakref.ref(second)]
+    link = SwapManager().link_from(first)
 
-    def unchain() -> None:
-        layer = reference()
-        found = None if layer is None else attached(layer)
-        if layer is not None and found is not None and found.is_unit:
-            SwapManager().unchain(layer)
-            found.is_unit = False
-            detach_if_idle(layer)
+    def unlink() -> None:
+        layers = [layer for layer in (reference() for reference in references) if layer is not None]
+        if layers and layers[0] is references[0]():
+            SwapManager().unlink(layers[0], link)
+        for layer in layers:
+            found = attached(layer)
+            if found is not None and found.is_unit and not SwapManager().is_chained(layer):
+                found.is_unit = False
+                detach_if_idle(layer)
 
-    return unchain
+    return unlink
 
 
 def _swap_layer_inputs(plans: list[LayerPlan], config: MemoryConfig, undo: list[Callable[[], None]]) -> None:

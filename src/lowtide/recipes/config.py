@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import ConfigError, UnsupportedError, explain
+from lowtide.recipes.find import as_patterns
 
 __all__ = ["MemoryConfig"]
 
@@ -141,6 +142,16 @@ class MemoryConfig:
                 object.__setattr__(self, name, tuple(value))
         for field in dataclasses.fields(self):
             _check_field(field.name, getattr(self, field.name))
+        for name in _PATTERNS:
+            value = getattr(self, name)
+            if value is not None and not as_patterns(value):
+                raise _refuse(
+                    f"{name} names nothing",
+                    expected="names or patterns, with commas between",
+                    got=repr(value),
+                    where="MemoryConfig",
+                    remedy="Leave it out for the default.",
+                )
 
     # ---- what it comes to ----------------------------------------------------------------------
 
@@ -321,7 +332,7 @@ class MemoryConfig:
         """A configuration from a YAML file, which holds a mapping of field names. Needs PyYAML.
 
         Raises:
-            ConfigError: as :meth:`from_dict`.
+            ConfigError: the file is no YAML, or as :meth:`from_dict`.
             UnsupportedError: PyYAML is missing.
 
         >>> import tempfile
@@ -342,7 +353,17 @@ class MemoryConfig:
                     remedy="Install it with 'pip install pyyaml', or use MemoryConfig.from_dict.",
                 )
             ) from error
-        return cls.from_dict(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
+        try:
+            read = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise _refuse(
+                "a configuration file cannot be read",
+                expected="YAML in UTF-8",
+                got=" ".join(str(error).split()),
+                where=str(path),
+                remedy="Correct it there.",
+            ) from error
+        return cls.from_dict(read)
 
     @classmethod
     def from_args(cls, arguments: argparse.Namespace) -> MemoryConfig:
@@ -395,13 +416,13 @@ class MemoryConfig:
 
 
 def _unknown(key: str, names: list[str]) -> ConfigError:
-    near = difflib.get_close_matches(key.replace("-", "_"), names, n=1, cutoff=0.0)
+    near = difflib.get_close_matches(key.replace("-", "_"), names, n=1)
     return _refuse(
         "an unknown field",
         expected="a field of MemoryConfig",
         got=repr(key),
         where="MemoryConfig",
-        remedy=f"Did you mean {near[0]}?",
+        remedy=f"Did you mean {near[0]}?" if near else f"The fields are {', '.join(names)}.",
     )
 
 

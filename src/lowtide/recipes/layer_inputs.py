@@ -103,6 +103,16 @@ def swap_layer_inputs(
     >>> model(torch.ones(2, 4)).sum().backward()
     >>> swapped.undo()
     """
+    if not hasattr(layers, "__iter__"):
+        raise WrapError(
+            explain(
+                "swap_layer_inputs takes a list of layers",
+                expected="modules in the order in which they run",
+                got=type(layers).__name__,
+                where="swap_layer_inputs",
+                remedy="Pass the model's layers, such as list(model.layers).",
+            )
+        )
     layers = list(layers)
     _check(layers)
     tag = f"swap_layer_inputs {next(_numbers)}"

@@ -245,11 +245,12 @@ class SwapLayerInputManager:
 
         >>> SwapLayerInputManager.configure("example", prefetch=2)
         """
-        group = cls.manager_map.setdefault(module_tag, LayerGroup(module_tag, cls.manager_map))
-        for what, value in (("prefetch", prefetch), ("micro_batches", micro_batches)):
-            if value is None:
-                continue
+        given = {"prefetch": prefetch, "micro_batches": micro_batches}
+        wanted = {what: value for what, value in given.items() if value is not None}
+        for what, value in wanted.items():
             _check_count(what, value)
+        group = cls.manager_map.setdefault(module_tag, LayerGroup(module_tag, cls.manager_map))
+        for what, value in wanted.items():
             setattr(group, what, value)
         group.checked_bytes = 0
         group.link()

@@ -158,6 +158,8 @@ class SwapManager:
         self._current_group_name: str | None = None
         self._successors: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
         self._predecessors: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+        self._links = 0
+        self._link_of: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by the first of two
         self._distances: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._local = _Local()
         # storage address -> the copy that already moves it; one copy per storage, whoever saves it (U12)
@@ -317,6 +319,8 @@ class SwapManager:
         self.check_edge(first, second)
         self._successors[first] = weakref.ref(second)
         self._predecessors[second] = weakref.ref(first)
+        self._links += 1
+        self._link_of[first] = self._links
         if prefetch is not None:
             self._distances[second] = prefetch
 
@@ -362,12 +366,29 @@ class SwapManager:
         before = self._predecessors.pop(layer, None)
         after = self._successors.pop(layer, None)
         self._distances.pop(layer, None)
+        self._link_of.pop(layer, None)
         first = before() if before is not None else None
         second = after() if after is not None else None
         if first is not None:
             self._successors.pop(first, None)
+            self._link_of.pop(first, None)
         if second is not None:
             self._predecessors.pop(second, None)
+
+    def link_from(self, first: Any) -> int | None:
+        """What tells the link from a layer to the one behind it from every other that was ever made."""
+        return self._link_of.get(first)
+
+    def unlink(self, first: Any, link: int | None) -> None:
+        """Take one link out of its chain. Harmless where it is gone, or another has taken its place."""
+        if link is None or self._link_of.get(first) != link:
+            return
+        del self._link_of[first]
+        behind = self._successors.pop(first, None)
+        second = behind() if behind is not None else None
+        if second is not None:
+            self._predecessors.pop(second, None)
+            self._distances.pop(second, None)
 
     def is_chained(self, layer: Any) -> bool:
         """Whether a layer stands in a declared chain."""
