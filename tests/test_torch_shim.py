@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import gc
 import weakref
 from pathlib import Path
@@ -251,3 +252,42 @@ def test_a_mode_dies_with_its_last_reference() -> None:
         assert reference() is None
     finally:
         gc.enable()
+
+
+def test_a_backward_of_some_inputs_leaves_out_the_others() -> None:
+    a, b = (torch.randn(3, 3, requires_grad=True) for _ in range(2))
+    seen: list[bool] = []
+    product = a @ b
+    product.grad_fn.register_prehook(lambda _: seen.append(_torch.backward_leaves_out_a_neighbour()))
+    loss = product.sum()
+    torch.autograd.grad(loss, [a], retain_graph=True)
+    torch.autograd.grad(loss, [a, b], retain_graph=True)
+    loss.backward()
+    assert seen == [True, False, False]
+
+
+def test_two_storages_exchange_their_memory_under_all_views() -> None:
+    if _torch.swap_bytes is None:
+        pytest.skip("before 2.13")
+    empty, full = torch.zeros(6), torch.arange(6.0)
+    view, version = empty.view(2, 3)[1], empty._version
+    empty.untyped_storage().resize_(0)
+    _torch.swap_bytes(empty.untyped_storage(), full.untyped_storage())
+    assert view.tolist() == [3.0, 4.0, 5.0]
+    assert (empty._version, full.untyped_storage().nbytes()) == (version, 0)
+
+
+def test_the_keys_of_dispatch_modes_are_taken_out_of_an_argument() -> None:
+    @dataclasses.dataclass
+    class Metadata:
+        keyset: Any
+        other: int
+
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+    made = _torch.without_modes(Metadata(keys, 3))
+    assert (
+        made.other == 3
+        and not made.keyset.has(torch._C.DispatchKey.Python)
+        and made.keyset.has(torch._C.DispatchKey.CPU)
+    )
+    assert _torch.without_modes(keys) is keys
