@@ -179,17 +179,17 @@ def backward_leaves_out_a_neighbour() -> bool:
 
     It will then run again, in a backward of what was left out.
     """
+
+    def is_asked_for(node: Any) -> bool:
+        try:
+            return bool(torch._C._will_engine_execute_node(node))
+        except RuntimeError:
+            # What it raises for a leaf whose gradient torch.autograd.grad was asked for, and for nothing else here.
+            return True
+
     node: Any = torch._C._current_autograd_node()
     following = () if node is None else node.next_functions
-    return any(one is not None and not _is_asked_for(one) for one, _ in following)
-
-
-def _is_asked_for(node: Any) -> bool:
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:
-        # What it raises for a leaf whose gradient torch.autograd.grad was asked for, and for nothing else here.
-        return True
+    return any(one is not None and not is_asked_for(one) for one, _ in following)
 
 
 def conjugate_view(tensor: torch.Tensor, *, conjugate: bool, negative: bool) -> torch.Tensor:
