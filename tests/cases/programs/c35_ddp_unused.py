@@ -9,6 +9,7 @@ grad stays None. Host only (gloo).
 
 # ruff: noqa: N817, S306
 
+import gc
 import tempfile
 
 import torch
@@ -39,27 +40,34 @@ class Net(Chain):
         return super().forward(super().forward(x))
 
 
+def _train(wrap, link):
+    for opts in ({"find_unused_parameters": True}, {"static_graph": True}):
+        plain, other = twin(Net, wrap, link)
+        ddp = DDP(other.cpu(), **opts)
+        plain.cpu()
+        for _ in range(3):
+            x = torch.randn(4, 6)
+            for m in (plain, ddp):
+                m.zero_grad(set_to_none=True)
+            plain(x).sum().backward(), plain(x * 2).sum().backward()
+            if "static_graph" in opts:
+                ddp(x).sum().backward()
+            else:
+                with ddp.no_sync():
+                    ddp(x).sum().backward()
+            ddp(x * 2).sum().backward()
+            check(grads_of(plain), grads_of(other))
+
+
 def run(wrap, link=None):
     mine = not dist.is_initialized()
     if mine:
         dist.init_process_group("gloo", init_method="file://" + tempfile.mktemp(), rank=0, world_size=1)
     try:
-        for opts in ({"find_unused_parameters": True}, {"static_graph": True}):
-            plain, other = twin(Net, wrap, link)
-            ddp = DDP(other.cpu(), **opts)
-            plain.cpu()
-            for _ in range(3):
-                x = torch.randn(4, 6)
-                for m in (plain, ddp):
-                    m.zero_grad(set_to_none=True)
-                plain(x).sum().backward(), plain(x * 2).sum().backward()
-                if "static_graph" in opts:
-                    ddp(x).sum().backward()
-                else:
-                    with ddp.no_sync():
-                        ddp(x).sum().backward()
-                ddp(x * 2).sum().backward()
-                check(grads_of(plain), grads_of(other))
+        _train(wrap, link)
+        # What DDP holds of the group goes first: the last reference to a gloo group, dropped with the interpreter's
+        # lock held, may wait for ever for a thread of the group's that wants that lock.
+        gc.collect()
     finally:
         if mine:
             dist.destroy_process_group()
