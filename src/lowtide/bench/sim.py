@@ -215,6 +215,14 @@ def _table(console: Console, case: str, records: Iterable[Record]) -> None:
                 console.print(f"{mode}: {'moves ' if metric == 'moved' else ''}{seen[metric]}.", markup=False)
 
 
+def _described(device: str, link: float | None, capacity: float | None) -> Description:
+    """A named device, with another link (GB/s) or memory (GB) where they are given."""
+    description = Description.named(device)
+    if link is not None:
+        description = description.with_(link=link * 1e9)
+    return description if capacity is None else description.with_(capacity=round(capacity * 1e9))
+
+
 def run(
     device: str = "h100-80gb",
     model: str = "llama-7b",
@@ -265,11 +273,7 @@ def run(
         raise _refuse("wrong size of a step", "at least 1 token and 1 sequence", (seq, batch))
     if micro_batches < 1 or not 0 <= warm_up < micro_batches:
         raise _refuse("wrong schedule", "fewer forwards to warm up than micro-batches", (micro_batches, warm_up))
-    description = Description.named(device)
-    if link is not None:
-        description = description.with_(link=link * 1e9)
-    if capacity is not None:
-        description = description.with_(capacity=round(capacity * 1e9))
+    description = _described(device, link, capacity)
     sim = lowtide.sim.start(description, compute=False, checks=False)
     case = f"{device} {model} x{shape.layers} {batch}x{seq} {description.link_out / 1e9:g} GB/s"
     if micro_batches > 1:

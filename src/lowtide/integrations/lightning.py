@@ -5,14 +5,10 @@ Law: with the callback a run's bits are those of the run without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from lowtide.errors import UnsupportedError
-from lowtide.integrations.session import Session, as_config, base_class, joined, joined_classes
-from lowtide.recipes.apply import Applied
-from lowtide.recipes.config import MemoryConfig
+from lowtide.integrations.session import TrainingCallback, base_class, joined
 
 __all__ = ["LowtideCallback"]
 
@@ -24,7 +20,7 @@ def _callback_base() -> type:
         return base_class("pytorch_lightning.Callback", "lightning")  # its older name
 
 
-class LowtideCallback:
+class LowtideCallback(TrainingCallback):
     """A Lightning ``Callback`` that applies a memory configuration while ``Trainer.fit`` runs.
 
     Effect: ``lowtide.apply`` to the LightningModule when fitting begins, undone
@@ -50,30 +46,6 @@ class LowtideCallback:
         """An instance that is a Lightning ``Callback``, too."""
         made: LowtideCallback = object.__new__(joined(cls, _callback_base()))
         return made
-
-    def __init__(
-        self,
-        config: MemoryConfig | Mapping[str, Any] | None = None,
-        *,
-        report: Callable[[str], object] | None = print,
-        **fields: Any,
-    ) -> None:
-        self.config = as_config(config, fields, "LowtideCallback")
-        self._session = Session(self.config, report)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy in another process has the configuration; what is applied belongs to this process's model."""
-        kind = next(one for one in type(self).__mro__ if one not in joined_classes())
-        return partial(kind, self.config, report=self._session.tell), ()
-
-    @property
-    def applied(self) -> Applied | None:
-        """What is applied now: a table of layers as text, or None outside of a fit."""
-        return self._session.applied
-
-    def undo(self) -> None:
-        """Put the model back as it was. Repeating it is harmless."""
-        self._session.end()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Apply the configuration to the module that trains."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from lowtide.recipes.config import MemoryConfig
 from lowtide.report.summary import build
 from lowtide.residency.manager import SwapManager
 
-__all__ = ["Session", "as_config", "base_class", "joined", "joined_classes", "refuse_other_checkpointing"]
+__all__ = ["Session", "TrainingCallback", "as_config", "base_class", "joined", "refuse_other_checkpointing"]
 
 
 def as_config(config: MemoryConfig | Mapping[str, Any] | None, fields: Mapping[str, Any], where: str) -> MemoryConfig:
@@ -126,6 +127,29 @@ def joined(mine: type, base: type) -> type:
     return _joined[mine, base]
 
 
-def joined_classes() -> list[type]:
-    """The classes that :func:`joined` made, which no module names."""
-    return list(_joined.values())
+class TrainingCallback:
+    """What the callbacks for all trainers are made of: a configuration, one run under it, and a copy for a process."""
+
+    def __init__(
+        self,
+        config: MemoryConfig | Mapping[str, Any] | None = None,
+        *,
+        report: Callable[[str], object] | None = print,
+        **fields: Any,
+    ) -> None:
+        self.config = as_config(config, fields, "LowtideCallback")
+        self._session = Session(self.config, report)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process has the configuration; what is applied belongs to this process's model."""
+        kind = next(one for one in type(self).__mro__ if one not in _joined.values())
+        return partial(kind, self.config, report=self._session.tell), ()
+
+    @property
+    def applied(self) -> Applied | None:
+        """What is applied now: a table of layers as text, or None outside of a training."""
+        return self._session.applied
+
+    def undo(self) -> None:
+        """Put the model back as it was; needed only after a training that raised. Repeating it is harmless."""
+        self._session.end()

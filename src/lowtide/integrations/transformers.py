@@ -6,18 +6,16 @@ trainer's own gradient checkpointing must be off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from lowtide.integrations.session import (
-    Session,
+    TrainingCallback,
     as_config,
     base_class,
     joined,
-    joined_classes,
     refuse_other_checkpointing,
 )
 from lowtide.recipes.apply import Applied, apply
@@ -33,7 +31,7 @@ def _other_checkpointing(arguments: Any) -> str | None:
     return next((f"{name}=True" for name in _OTHERS if getattr(arguments, name, None) is True), None)
 
 
-class LowtideCallback:
+class LowtideCallback(TrainingCallback):
     """A ``TrainerCallback`` that applies a memory configuration while ``Trainer.train`` runs.
 
     Effect: ``lowtide.apply`` when training begins, undone when it ends; bits stay
@@ -64,30 +62,6 @@ class LowtideCallback:
         base = base_class("transformers.TrainerCallback", "transformers")
         made: LowtideCallback = object.__new__(joined(cls, base))
         return made
-
-    def __init__(
-        self,
-        config: MemoryConfig | Mapping[str, Any] | None = None,
-        *,
-        report: Callable[[str], object] | None = print,
-        **fields: Any,
-    ) -> None:
-        self.config = as_config(config, fields, "LowtideCallback")
-        self._session = Session(self.config, report)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy in another process has the configuration; what is applied belongs to this process's model."""
-        kind = next(one for one in type(self).__mro__ if one not in joined_classes())
-        return partial(kind, self.config, report=self._session.tell), ()
-
-    @property
-    def applied(self) -> Applied | None:
-        """What is applied now: a table of layers as text, or None outside of a training."""
-        return self._session.applied
-
-    def undo(self) -> None:
-        """Put the model back as it was; needed only after a training that raised. Repeating it is harmless."""
-        self._session.end()
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The trainer is built: refuse what it would do besides."""
