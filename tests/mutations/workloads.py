@@ -333,6 +333,25 @@ def partial(kit: Kit) -> None:
             kit.note_gradients(model)
 
 
+def halves(kit: Kit) -> None:
+    """Half a backward, which borrows; a whole one that keeps its graph, which gives back; and the last one."""
+    model = kit.gpt()
+    if not kit.plain:
+        import lowtide
+
+        for layer in model.layers:
+            lowtide.checkpoint_wrapper(layer, swap_inputs=True)
+    _learned(kit, model)
+    loss = model(*kit.batches(1)).square().mean()
+    kit.note(*torch.autograd.grad(loss, list(model.token.parameters()), retain_graph=True))
+    kit.mark()
+    for keep in (True, False):
+        loss.backward(retain_graph=keep)
+        kit.mark()
+    del loss
+    kit.note_gradients(model)
+
+
 def budget(kit: Kit) -> None:
     """A host budget that refuses some tensors, and sizes that change, so that buffers are reused and freed."""
     torch.manual_seed(4)
@@ -375,6 +394,7 @@ WORKLOADS: dict[str, Workload] = {
     "worker threads": worker_threads,
     "retained": retained,
     "partial": partial,
+    "halves": halves,
     "budget": budget,
     **HANDMADE,
     **EDGES,
