@@ -17,7 +17,7 @@ from torch import nn
 
 from .edges import EDGES
 from .handmade import HANDMADE
-from .kit import Kit, Tapped, train
+from .kit import Kit, Tapped, made, train
 from .parts import Even, Pauses
 
 __all__ = ["WORKLOADS", "Workload"]
@@ -352,6 +352,32 @@ def halves(kit: Kit) -> None:
     kit.note_gradients(model)
 
 
+def discarded(kit: Kit) -> None:
+    """An output is used, and emptied, on another stream than the one that made it."""
+    compute, side = torch.accelerator.current_stream(), torch.Stream(device=kit.device)
+    x, weight = (made(kit, seed, 64 * 64).view(64, 64).requires_grad_() for seed in (1, 2))
+    side.wait_stream(compute)
+    if kit.plain:
+        hidden = torch.nn.functional.gelu(x)
+        with side:
+            side.wait_stream(compute)
+            out = hidden @ weight
+    else:
+        import lowtide
+
+        checkpoint = lowtide.CheckpointWithoutOutput()
+        hidden = checkpoint.checkpoint(torch.nn.functional.gelu, False, x)
+        with side:
+            side.wait_stream(compute)
+            out = hidden @ weight
+            checkpoint.discard_output_and_register_recompute(out)
+    compute.wait_stream(side)
+    out.square().mean().backward()
+    kit.note(x.grad, weight.grad)
+    del hidden, out
+    checkpoint_learned(kit)
+
+
 def budget(kit: Kit) -> None:
     """A host budget that refuses some tensors, and sizes that change, so that buffers are reused and freed."""
     torch.manual_seed(4)
@@ -395,6 +421,7 @@ WORKLOADS: dict[str, Workload] = {
     "retained": retained,
     "partial": partial,
     "halves": halves,
+    "discarded": discarded,
     "budget": budget,
     **HANDMADE,
     **EDGES,
