@@ -366,24 +366,21 @@ class SwapManager:
         before = self._predecessors.pop(layer, None)
         after = self._successors.pop(layer, None)
         self._distances.pop(layer, None)
-        self._link_of.pop(layer, None)
         first = before() if before is not None else None
         second = after() if after is not None else None
         if first is not None:
             self._successors.pop(first, None)
-            self._link_of.pop(first, None)
         if second is not None:
             self._predecessors.pop(second, None)
 
     def link_from(self, first: Any) -> int | None:
-        """What tells the link from a layer to the one behind it from every other that was ever made."""
+        """What tells the last link from a layer to the one behind it from every other that was ever made."""
         return self._link_of.get(first)
 
     def unlink(self, first: Any, link: int | None) -> None:
         """Take one link out of its chain. Harmless where it is gone, or another has taken its place."""
         if link is None or self._link_of.get(first) != link:
             return
-        del self._link_of[first]
         behind = self._successors.pop(first, None)
         second = behind() if behind is not None else None
         if second is not None:
