@@ -12,7 +12,8 @@ from torch import Tensor
 from lowtide import SwapManager
 from lowtide.errors import CapacityError, ModifiedError, StateError, WrapError
 from lowtide.recipes.layer_inputs import SwapTensors, is_valid_for_swap
-from lowtide.recipes.layer_inputs_room import available_host_bytes, check_room, needed_bytes
+from lowtide.recipes.layer_inputs_room import check_room, needed_bytes
+from lowtide.residency.room import available_host_bytes
 
 
 def _values(count: int = 4096) -> Tensor:

@@ -1,28 +1,14 @@
-"""Whether the lower tier has room for every layer's input, asked before the first of them leaves (L9).
-
-Law: what is needed is a formula of what is known at the first layer's first
-call; what is there is read from the system, in bytes. Where the system does not
-say, nothing is refused. Allocates nothing.
-"""
+"""Whether the lower tier has room for every layer's input, asked before the first of them leaves (L9)."""
 
 from __future__ import annotations
-
-import shutil
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from lowtide import device
-from lowtide.errors import CapacityError, explain
-from lowtide.residency.copies import Settings
 from lowtide.residency.manager import SwapManager
+from lowtide.residency.room import demand_room
 
-__all__ = ["available_host_bytes", "check_room", "needed_bytes"]
-
-_PROC = Path("/proc")
-_CGROUP = Path("/sys/fs/cgroup")
+__all__ = ["check_room", "needed_bytes"]
 
 
 def needed_bytes(layers: int, nbytes: int, micro_batches: int = 1) -> int:
@@ -34,89 +20,16 @@ def needed_bytes(layers: int, nbytes: int, micro_batches: int = 1) -> int:
     return (layers - 1) * nbytes * micro_batches
 
 
-def available_host_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int | None:
-    """Host memory that this process may still take: the machine's or its control group's, whichever is less.
-
-    None where neither says.
-
-    >>> available_host_bytes(Path("/nowhere"), Path("/nowhere")) is None
-    True
-    """
-    found = [*_from_meminfo(proc / "meminfo"), *_from_groups(proc / "self" / "cgroup", cgroup)]
-    return min(found, default=None)
-
-
-def _from_meminfo(path: Path) -> Iterator[int]:
-    for line in _lines(path):
-        if line.startswith("MemAvailable:"):
-            yield int(line.split()[1]) * 1024
-
-
-def _from_groups(path: Path, root: Path) -> Iterator[int]:
-    """What is left to this process's control group and to each one above it, in either version."""
-    for line in _lines(path):
-        _, kinds, name = line.split(":", 2)
-        if kinds and "memory" not in kinds.split(","):
-            continue
-        base = root / "memory" if kinds else root
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if kinds else ("memory.max", "memory.current")
-        place = base / name.lstrip("/")
-        # In a container the name is the host's and the folder its own: then only the root is there to see.
-        for folder in dict.fromkeys([place, *place.parents, base]):
-            if base not in (folder, *folder.parents):
-                continue
-            limit, used = (_number(folder / name) for name in names)
-            if limit is not None and used is not None:
-                yield max(0, limit - used + _reclaimable(folder))
-
-
-def _reclaimable(folder: Path) -> int:
-    """File pages that count as used and are given up when memory is needed."""
-    pages = (line.split() for line in _lines(folder / "memory.stat"))
-    return sum(int(value) for key, value in pages if key in {"inactive_file", "total_inactive_file"})
-
-
-def _number(path: Path) -> int | None:
-    text = next(iter(_lines(path)), "").strip()
-    return int(text) if text.isdigit() else None  # "max": no limit
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="ascii").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return []  # not this system, or not this version
-
-
 def check_room(where: torch.device, layers: int, nbytes: int, micro_batches: int, name: str) -> None:
     """Raise :class:`CapacityError` if the inputs of all layers but the last have no room on the lower tier."""
-    settings = SwapManager().settings
-    on_host = device.is_accelerator(where)
-    taken = device.pinned_footprint(nbytes, where) if on_host else nbytes
-    needed = needed_bytes(layers, taken, micro_batches)
-    for bytes_there, what, remedy in _limits(settings, on_host=on_host):
-        if needed > bytes_there:
-            raise CapacityError(
-                explain(
-                    "the lower tier has no room for the inputs of the layers",
-                    expected=f"(layers - 1) x bytes of one input x micro-batches in flight = ({layers} - 1) x {taken} "
-                    f"x {micro_batches} = {needed} bytes",
-                    got=f"{bytes_there} bytes of {what}",
-                    where=name,
-                    remedy=f"{remedy} Or name fewer layers, or make the batch or the sequence smaller.",
-                )
-            )
-
-
-def _limits(settings: Settings, *, on_host: bool) -> Iterator[tuple[int, str, str]]:
-    if settings.host_bytes is not None:
-        yield settings.host_bytes, "host_bytes", "Raise SwapManager().configure(host_bytes=...)."
-    if on_host:
-        there = available_host_bytes()
-        if there is not None:
-            yield there, "host memory that is available", "Give the process more memory."
-        return
-    folder = settings.file_dir or tempfile.gettempdir()
-    if Path(folder).is_dir():  # else the tier itself says what is wrong, at the first write
-        free = shutil.disk_usage(folder).free
-        yield free, f"free space in {folder}", "Name another directory: SwapManager().configure(file_dir=...)."
+    taken = device.pinned_footprint(nbytes, where) if device.is_accelerator(where) else nbytes
+    demand_room(
+        where,
+        needed_bytes(layers, taken, micro_batches),
+        SwapManager().settings,
+        problem="the lower tier has no room for the inputs of the layers",
+        formula=f"(layers - 1) x bytes of one input x micro-batches in flight = ({layers} - 1) x {taken} "
+        f"x {micro_batches}",
+        name=name,
+        remedy="Or name fewer layers, or make the batch or the sequence smaller.",
+    )

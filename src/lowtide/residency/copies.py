@@ -67,6 +67,12 @@ class Carrier(Protocol):
     def copy_in(self, slots: Sequence[tuple[Any, Copy]], where: torch.device, stream: Any = None) -> list[Any]:
         """Launch copies back as one batch: (bytes, copy) for each (slot, its way out)."""
 
+    def put(self, source: Tensor) -> tuple[Any, Copy]:
+        """Write bytes of host memory to the lower tier, past the device. Blocks the host."""
+
+    def peek(self, slot: Any, out: Copy) -> Tensor:
+        """A copy of a slot's bytes in host memory, past the device. Blocks the host; the slot stays as it is."""
+
     def release(self, slot: Any, copies: Sequence[Copy]) -> None:
         """Give a slot back; it is reused only after ``copies``."""
 
@@ -136,6 +142,22 @@ class FileCarrier:
             self._traffic.in_bytes += slot.nbytes
             self._traffic.file_bytes_read += slot.nbytes
         return started
+
+    def put(self, source: Tensor) -> tuple[FileSlot, Copy]:
+        """See :class:`Carrier`."""
+        ((slot, copy),) = self.copy_out([source])
+        try:
+            copy.wait()
+        except BaseException:
+            self.release(slot, [copy])
+            raise
+        return slot, copy
+
+    def peek(self, slot: FileSlot, out: Copy) -> Tensor:
+        """See :class:`Carrier`."""
+        target = torch.empty(slot.nbytes, dtype=torch.uint8, device="cpu")
+        self.tier.read(slot, target, after=out.ticket if isinstance(out, _FileCopy) else None).wait()
+        return target
 
     def release(self, slot: FileSlot, copies: Sequence[Copy]) -> None:
         """See :class:`Carrier`. The tier itself keeps the extent until copies in flight are over."""
@@ -237,6 +259,22 @@ class PinnedCarrier:
                 self._traffic.in_bytes += slot.nbytes
         event = device.record_event(stream)
         return [(t, _StreamCopy(event, where, (t, slot.tensor))) for t, (slot, _) in zip(targets, slots, strict=True)]
+
+    def put(self, source: Tensor) -> tuple[HostBuffer, Copy]:
+        """See :class:`Carrier`."""
+        buffer = self.pool.take(source.numel())
+        if buffer.ready is not None:
+            buffer.ready.synchronize()  # type: ignore[attr-defined]
+        buffer.tensor.copy_(source)
+        # Whoever reads it next on a stream is ordered after an event, as after any other way down.
+        event = device.record_event(device.current_stream(self._device))
+        return buffer, _StreamCopy(event, self._device, ())
+
+    def peek(self, slot: HostBuffer, out: Copy) -> Tensor:
+        """See :class:`Carrier`."""
+        if isinstance(out, _StreamCopy):
+            out.event.synchronize()
+        return slot.tensor.clone()
 
     def release(self, slot: HostBuffer, copies: Sequence[Copy]) -> None:
         """See :class:`Carrier`. The next writer of the buffer is ordered after the last copy that touched it."""

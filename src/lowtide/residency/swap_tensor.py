@@ -195,9 +195,42 @@ class SwapTensor:
         if self._state is not SwapState.H2D:
             raise self._wrong("wait_load", "a launched load (h2d)", "async_load")
         assert self._in is not None
-        self._in.wait()
+        try:
+            self._in.wait()
+        except BaseException:
+            # What came is no good; the copy on the lower tier still is, and may be asked for again.
+            self._val = self._in = None
+            self._state = SwapState.HOST
+            raise
         self._state = SwapState.DEVICE
         self._free_slot()
+
+    # ---- past the device ----------------------------------------------------------------------
+
+    @classmethod
+    def on_host(cls, flat: Tensor, where: torch.device, *, carrier: Carrier, name: str = "tensor") -> SwapTensor:
+        """A tensor of bytes that begins its life on the lower tier; ``where`` is the device it will be loaded to.
+
+        ``flat`` is 1-D uint8 in host memory and is copied. Blocks the host; no byte of it meets the device.
+        """
+        # An empty stand-in gives the layout: nothing may be allocated where the bytes do not belong yet.
+        made = cls(torch.empty(0, dtype=torch.uint8, device=where), carrier=carrier, name=name)
+        made.nbytes = flat.numel()
+        made.layout = layout_of(flat)
+        with torch.no_grad(), _torch.no_dispatch():
+            made._slot, made._out = carrier.put(flat)
+        made._val = None
+        made._state = SwapState.HOST
+        made.offloaded_once = True
+        return made
+
+    def peek(self) -> Tensor:
+        """All bytes of the storage, copied into host memory, wherever they are. Blocks the host."""
+        with torch.no_grad(), _torch.no_dispatch():
+            if self._slot is not None and self._out is not None and self._state is not SwapState.DEVICE:
+                return self._carrier.peek(self._slot, self._out)
+            copied = whole(self.get_val()).to("cpu", copy=True)
+        return copied
 
     # ---- what the tape needs ------------------------------------------------------------------
 
