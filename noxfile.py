@@ -46,6 +46,13 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session
+def residual(session: nox.Session) -> None:
+    """Send every pattern of float32 through a split and a merge: half an hour on one core."""
+    install(session, TORCH, "dev")
+    session.run("python", "-m", "tests.optim.all_patterns")
+
+
+@nox.session
 def mutations(session: nox.Session) -> None:
     """Run every mutant and write the table: ``nox -s mutations``. Takes a quarter of an hour."""
     install(session, TORCH, "dev")

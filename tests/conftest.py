@@ -26,6 +26,7 @@ ENGINE = {
     "fuzz",
     "models",
     "mutations",
+    "optim",
     "parallel",
     "recipes",
     "residency",

@@ -22,6 +22,8 @@ from lowtide.activations.call_mode import create_selective_checkpoint_contexts
 from lowtide.activations.discard import CheckpointWithoutOutput
 from lowtide.activations.function_node import pure
 from lowtide.activations.wrappers import Auto, auto, checkpoint_wrapper, regions_of, swap_wrapper, unwrap
+from lowtide.optim.reuse import reuse_fp32_param
+from lowtide.optim.swap import SwapOptimizer, SwapOptimizerReport, swap_optimizer
 from lowtide.policy import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -68,6 +70,8 @@ __all__ = [
     "SwapGroup",
     "SwapLayerInputManager",
     "SwapManager",
+    "SwapOptimizer",
+    "SwapOptimizerReport",
     "SwapState",
     "SwapTensor",
     "SwapTensors",
@@ -79,6 +83,7 @@ __all__ = [
     "is_valid_for_swap",
     "pure",
     "report",
+    "reuse_fp32_param",
     "save_matmuls_and_attention",
     "save_ops",
     "swap_layer_input_fboverlap_1f1b_wrapper",
@@ -89,6 +94,7 @@ __all__ = [
     "swap_layer_inputs",
     "swap_matmuls_and_attention",
     "swap_ops",
+    "swap_optimizer",
     "swap_wrapper",
     "unwrap",
 ]

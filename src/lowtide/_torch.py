@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 __all__ = [
     "FUNCTION_WITH_APPLY",
     "NO_BACKWARD",
+    "OPTIMIZER_HOOKS",
     "TRACING_TYPES",
     "DispatchMode",
     "SingleLevelFunction",
@@ -40,6 +41,7 @@ __all__ = [
     "direct_call",
     "free_weak_storage",
     "is_traceable_subclass",
+    "like_sharded",
     "no_autocast",
     "no_dispatch",
     "pin_again",
@@ -48,6 +50,7 @@ __all__ = [
     "storage_key",
     "swap_bytes",
     "take_weak_storage",
+    "unhooked_step",
     "weak_storage_is_dead",
     "without_modes",
 ]
@@ -209,3 +212,40 @@ def is_traceable_subclass(tensor: object) -> bool:
 def register_device_module(name: str, module: ModuleType) -> None:
     """Make a module ``torch.<name>``, where torch looks for what a backend outside of it can do (2.1-2.14)."""
     torch._register_device_module(name, module)
+
+
+# Where an optimizer keeps the hooks that were registered on it, by attribute (2.3-2.14).
+OPTIMIZER_HOOKS: tuple[str, ...] = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+def unhooked_step(optimizer_class: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """The ``step`` of an optimizer's class without the wrapper that runs hooks around it (2.0-2.14).
+
+    ``Optimizer.__init__`` replaces the method in the class and marks what it put there with ``hooked``.
+    """
+    step: Any = optimizer_class.step
+    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return step  # type: ignore[no-any-return]
+
+
+def like_sharded(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A ``DTensor`` over ``local`` with the mesh and placements of ``like``, wherever ``local`` lies (2.5-2.14).
+
+    ``DTensor.from_local`` would move it to the mesh's device.
+    """
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - needs a torch with distributed
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # noqa: PLC0415
+
+    assert isinstance(like, DTensor)
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    made: torch.Tensor = DTensor(local, spec, requires_grad=False)
+    return made

@@ -8,6 +8,7 @@ The tree::
     ├── WrapError          a module or function cannot be wrapped this way
     ├── ScheduleError      a chain that cannot be followed, a group that does not exist or is empty
     ├── StateError         a residency call that does not fit the state it meets
+    │   └── StateDictError a state_dict that is not one of this optimizer (a ValueError too, as in torch)
     ├── CapacityError      host memory or file space is missing
     │   └── TierError      the lower tier itself failed: directory missing, read-only, full, short read
     ├── ReplayError        a value cannot be brought back
@@ -32,6 +33,7 @@ __all__ = [
     "PolicyError",
     "ReplayError",
     "ScheduleError",
+    "StateDictError",
     "StateError",
     "TierError",
     "UnsupportedError",
@@ -66,6 +68,10 @@ class ScheduleError(LowtideError):
 
 class StateError(LowtideError):
     """A residency call that does not fit the state it meets; the message names the missing call."""
+
+
+class StateDictError(StateError, ValueError):
+    """A ``state_dict`` that does not belong to this optimizer's parameters; nothing was loaded."""
 
 
 class CapacityError(LowtideError):

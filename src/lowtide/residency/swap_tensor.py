@@ -229,8 +229,7 @@ class SwapTensor:
         with torch.no_grad(), _torch.no_dispatch():
             if self._slot is not None and self._out is not None and self._state is not SwapState.DEVICE:
                 return self._carrier.peek(self._slot, self._out)
-            copied = whole(self.get_val()).to("cpu", copy=True)
-        return copied
+            return whole(self.get_val()).to("cpu", copy=True)
 
     # ---- what the tape needs ------------------------------------------------------------------
 

@@ -1,0 +1,1 @@
+"""Tests of the recipes: what transformers need, built from regions."""
