@@ -48,6 +48,7 @@ FOR_USERS = {
     "Storage": [*_DRIVEN, "swap", "save", "tensors", "nbytes"],
     "SwapGroup": [*_DRIVEN, "add"],
     "SwapManager": [*_DRIVEN, *_ROUTED, "add_storage", "configure", "reset", "lower_bytes"],
+    "SwapOptimizer": ["report", "unwrap"],
     "SwapTensor": [*_MOVED, "get_val", "state", "nbytes", "held_elsewhere"],
 }
 

@@ -291,3 +291,29 @@ def test_the_keys_of_dispatch_modes_are_taken_out_of_an_argument() -> None:
         and made.keyset.has(torch._C.DispatchKey.CPU)
     )
     assert _torch.without_modes(keys) is keys
+
+
+def test_a_step_without_its_hooks_is_the_class_s_own() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    parameter.grad = torch.ones(2)
+    _torch.unhooked_step(torch.optim.SGD)(optimizer)
+    assert not calls
+    assert torch.equal(parameter, torch.zeros(2))
+    optimizer.step()
+    assert calls == ["pre"]
+
+
+def test_an_optimizer_keeps_its_hooks_where_we_look_for_them() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    optimizer.register_step_post_hook(lambda *_: None)
+    optimizer.register_state_dict_pre_hook(lambda *_: None)
+    optimizer.register_state_dict_post_hook(lambda *_: None)
+    optimizer.register_load_state_dict_pre_hook(lambda *_: None)
+    optimizer.register_load_state_dict_post_hook(lambda *_: None)
+    assert [len(getattr(optimizer, name)) for name in _torch.OPTIMIZER_HOOKS] == [1] * 6
+    hooks = {name for name in vars(optimizer) if name.endswith("_hooks")}
+    assert hooks == set(_torch.OPTIMIZER_HOOKS)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import lowtide
 from lowtide import SwapManager
 from lowtide.activations.wrappers import regions_of
 from lowtide.errors import UnsupportedError
@@ -105,3 +106,18 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UnsupportedError, match="pip install lightning"):
         LowtideCallback(recompute_norm=True)
+
+
+def test_a_swapped_optimizer_from_configure_optimizers_trains_with_the_same_bits() -> None:
+    ends = []
+    for swaps in (False, True):
+        model = module()
+
+        def configure(model: Any = model, swaps: bool = swaps) -> torch.optim.Optimizer:  # noqa: FBT001
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            return lowtide.swap_optimizer(optimizer, swap_times=3) if swaps else optimizer
+
+        model.configure_optimizers = configure
+        fit(model, [])
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))

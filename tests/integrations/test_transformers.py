@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import lowtide
 from lowtide import SwapManager
 from lowtide.activations.wrappers import regions_of
 from lowtide.errors import ConfigError, UnsupportedError, WrapError
@@ -200,3 +201,40 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UnsupportedError, match="pip install transformers"):
         LowtideCallback(swap_attention=True)
+
+
+def test_a_swapped_optimizer_trains_in_a_trainer_and_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    """Accelerate wraps it, a scheduler changes its rates, a checkpoint holds its state: the plain optimizer's bits."""
+    from transformers import Trainer, TrainingArguments
+
+    ends = []
+    for swaps in (False, True):
+        folder = tmp_path / str(swaps)
+
+        def run(epochs: int, resume: bool, swaps: bool = swaps, folder: Path = folder) -> Any:  # noqa: FBT001
+            model = build()
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            if swaps:
+                optimizer = lowtide.swap_optimizer(optimizer, swap_times=4)
+            arguments = TrainingArguments(
+                str(folder),
+                per_device_train_batch_size=2,
+                gradient_accumulation_steps=2,
+                num_train_epochs=epochs,
+                max_grad_norm=0.1,
+                save_strategy="epoch",
+                report_to=[],
+                disable_tqdm=True,
+                use_cpu=True,
+            )
+            Trainer(model, arguments, train_dataset=rows(), optimizers=(optimizer, None)).train(
+                resume_from_checkpoint=resume
+            )
+            return weights(model), optimizer.state_dict()["state"]
+
+        run(1, resume=False)
+        ends.append(run(3, resume=True))
+    (plain, plain_state), (swapped, swapped_state) = ends
+    assert all(torch.equal(a, b) for a, b in zip(plain, swapped, strict=True))
+    for number, state in plain_state.items():
+        assert all(torch.equal(value, swapped_state[number][name]) for name, value in state.items())

@@ -1,6 +1,6 @@
-"""Every one of the 2**32 patterns of float32 through a split and a merge, in every mode: ``python -m tests.optim.all_patterns``.
+"""Every one of the 2**32 patterns of float32 through a split and a merge, in every mode.
 
-Prints a table for ``docs/residual.md``. Takes about ten minutes a mode on one core.
+``python -m tests.optim.all_patterns`` prints a table for ``docs/residual.md``; about ten minutes a mode on one core.
 """
 
 from __future__ import annotations

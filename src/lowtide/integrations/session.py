@@ -17,6 +17,7 @@ from lowtide.activations.wrappers import regions_of
 from lowtide.errors import ConfigError, UnsupportedError, WrapError, explain
 from lowtide.recipes.apply import Applied, apply
 from lowtide.recipes.config import MemoryConfig
+from lowtide.recipes.optimizer import refuse_optimizer_fields
 from lowtide.report.summary import build
 from lowtide.residency.manager import SwapManager
 
@@ -38,6 +39,12 @@ def as_config(config: MemoryConfig | Mapping[str, Any] | None, fields: Mapping[s
     if isinstance(config, MemoryConfig):
         return config.validate()
     return MemoryConfig.from_dict(fields if config is None else config)
+
+
+_OPTIMIZER = (
+    "Wrap an optimizer of your own, lowtide.swap_optimizer(...) or lowtide.reuse_fp32_param(...), and give it to the "
+    "trainer: Trainer(optimizers=(optimizer, None)), or return it from configure_optimizers()."
+)
 
 
 class Session:
@@ -138,6 +145,7 @@ class TrainingCallback:
         **fields: Any,
     ) -> None:
         self.config = as_config(config, fields, "LowtideCallback")
+        refuse_optimizer_fields(self.config, "LowtideCallback", _OPTIMIZER)
         self._session = Session(self.config, report)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from lowtide.errors import ConfigError, explain
 from lowtide.optim import residual
 from lowtide.optim.swap import SwapOptimizer
 
-__all__ = ["reuse_fp32_param"]
+__all__ = ["check_model", "reuse_fp32_param"]
 
 
 def reuse_fp32_param(
@@ -46,11 +46,12 @@ def reuse_fp32_param(
     >>> optimizer.state_dict()["state"][0]["master_param"].dtype
     torch.float32
     """
-    _check(model, optimizer)
+    check_model(model, optimizer)
     return SwapOptimizer(optimizer, master="residual", residual_mode=mode, tier="device", swap_times=swap_times)
 
 
-def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError unless the optimizer steps bfloat16 parameters of this model."""
     own = {id(p) for p in model.parameters()}
     stepped = [p for group in getattr(optimizer, "param_groups", []) for p in group["params"]]
     foreign = sum(id(p) not in own for p in stepped)

@@ -13,16 +13,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
+import torch
 from torch import nn
 
 from lowtide.activations.inplace import attached, detach_if_idle
 from lowtide.activations.region import Region
 from lowtide.activations.wrappers import auto, checkpoint_wrapper, swap_wrapper
 from lowtide.errors import ConfigError, WrapError, explain
+from lowtide.optim.swap import SwapOptimizer
 from lowtide.policy import PolicyFn
 from lowtide.recipes.activation_function import ActivationPolicy, keep_everything
 from lowtide.recipes.config import MemoryConfig
 from lowtide.recipes.find import join, names_in
+from lowtide.recipes.optimizer import check_optimizer, wrap_optimizer
 from lowtide.recipes.plan import LayerPlan, Role, Wrap, make_plan
 from lowtide.residency.manager import SwapManager
 
@@ -49,8 +52,9 @@ class AppliedRow:
 
 
 class Applied:
-    """What :func:`apply` did: ``rows``, ``str(applied)`` as a table, and ``undo()``.
+    """What :func:`apply` did: ``rows``, ``str(applied)`` as a table, ``optimizer``, and ``undo()``.
 
+    ``optimizer`` is the one to train with: the wrapped one, the given one where nothing was asked for it, or None.
     Holds the model's modules weakly.
 
     >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4)) for _ in range(2)))
@@ -63,6 +67,7 @@ class Applied:
     def __init__(self, config: MemoryConfig) -> None:
         self.config = config
         self.rows: tuple[AppliedRow, ...] = ()
+        self.optimizer: torch.optim.Optimizer | None = None
         self._undo: list[Callable[[], None]] = []
 
     def undo(self) -> None:
@@ -78,21 +83,29 @@ class Applied:
             text = "; ".join(row.answers) or "keeps everything"
             notes = f"  ({'; '.join(row.notes)})" if row.notes else ""
             lines.append(f"  {row.layer:<{width}}  {text}{notes}")
+        if isinstance(self.optimizer, SwapOptimizer):
+            lines += [
+                f"{type(self.optimizer).__name__}:",
+                *(f"  {line}" for line in str(self.optimizer.report()).split("\n")),
+            ]
         return "\n".join(lines)
 
 
-def apply(model: nn.Module, config: MemoryConfig) -> Applied:
-    """Give every layer of a model what a configuration asks for; say what each got (F2-F5, A1-A3).
+def apply(model: nn.Module, config: MemoryConfig, optimizer: torch.optim.Optimizer | None = None) -> Applied:
+    """Give the layers of a model, and its optimizer, what a configuration asks for; say what each got.
 
-    Effect: modules are wrapped in place, and chained where something moves. Cost: that of the regions it makes.
+    Effect: modules are wrapped in place, and chained where something moves. An optimizer is not changed in place: from
+    then on use ``applied.optimizer``. Cost: that of the regions it makes, and of the wrapped optimizer.
     Hazard: the model must not be wrapped in these layers already. It is atomic: an error leaves the model as it was.
 
     Args:
         model: the whole model, or the part of it that this pipeline stage (or chunk) holds.
         config: what to do.
+        optimizer: the optimizer of the model's parameters; needed for ``swap_optimizer`` and ``reuse_fp32_param``.
 
     Raises:
-        ConfigError: the configuration does not fit itself or the model.
+        ConfigError: the configuration does not fit itself, the model or the optimizer.
+        CapacityError: the lower tier has no room for the optimizer's state.
         WrapError: a name was found nowhere, or something in these layers is wrapped already.
 
     >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4)) for _ in range(2)))
@@ -113,7 +126,9 @@ def apply(model: nn.Module, config: MemoryConfig) -> Applied:
                 remedy="Build one with MemoryConfig(...), from_dict, from_yaml or from_args.",
             )
         )
-    plans = make_plan(model, config)
+    config.validate()
+    check_optimizer(config, optimizer)
+    plans = make_plan(model, config) if config.treats_layers else []
     if any(plan.wraps for plan in plans) or config.swaps:
         _refuse_what_is_wrapped(model, plans)
     chained = _chain_of(plans, config)
@@ -125,6 +140,7 @@ def apply(model: nn.Module, config: MemoryConfig) -> Applied:
         if config.swap_layer_input:
             _swap_layer_inputs(plans, config, applied._undo)
         _schedule(model, chained, config, applied._undo)
+        applied.optimizer = wrap_optimizer(model, config, optimizer, applied._undo)
     except BaseException:
         applied.undo()
         raise

@@ -29,6 +29,8 @@ _FLAGS = (
     "recompute_norm",
     "swap_inputs",
     "swap_layer_input",
+    "swap_optimizer",
+    "reuse_fp32_param",
 )
 _COUNTS = {  # the least that each may be
     "recompute_num_layers": 0,
@@ -37,6 +39,7 @@ _COUNTS = {  # the least that each may be
     "recompute_activation_function_num_layers": 0,
     "recompute_norm_num_layers": 0,
     "swap_layer_input_prefetch": 1,
+    "swap_optimizer_times": 1,
     "pipeline_stages": 1,
     "virtual_pipeline_chunks": 1,
     "virtual_pipeline_rank": 0,
@@ -58,6 +61,9 @@ _HELP = {
     "swap_inputs": "move what whole-layer recompute keeps to the host",
     "swap_layer_input": "move the hidden states that enter each layer to the host",
     "swap_layer_input_prefetch": "how many layers ahead these come back",
+    "swap_optimizer": "keep the optimizer's state on the host but for the moments in which it is stepped",
+    "swap_optimizer_times": "in how many buckets a step walks it; larger: a lower peak",
+    "reuse_fp32_param": "step bfloat16 parameters through float32 masters, of which two bytes each are kept",
     "layer_modules": "names of the layers, with * for one part, such as 'model.layers.*'",
     "activation_modules": "sub-modules that hold an activation function",
     "norm_modules": "sub-modules that are norms",
@@ -97,6 +103,10 @@ class MemoryConfig:
         swap_inputs: move what whole-layer recompute keeps.
         swap_layer_input: move the hidden states that enter each layer.
         swap_layer_input_prefetch: how many layers ahead these come back.
+        swap_optimizer: keep the optimizer's state on the lower tier outside of ``step()``; needs the optimizer.
+        swap_optimizer_times: in how many buckets a step walks it; None: 16. Larger: smaller buckets, a lower peak.
+        reuse_fp32_param: step bfloat16 parameters through float32 masters that are never kept in full; needs the
+            optimizer. With ``swap_optimizer`` what completes them moves as well.
         layer_modules: patterns of the layers' qualified names; None: found by structure.
         activation_modules: names or patterns, within a layer, of the modules that hold an activation function.
         norm_modules: likewise of norms.
@@ -126,6 +136,9 @@ class MemoryConfig:
     swap_inputs: bool = False
     swap_layer_input: bool = False
     swap_layer_input_prefetch: int | None = None
+    swap_optimizer: bool = False
+    swap_optimizer_times: int | None = None
+    reuse_fp32_param: bool = False
     layer_modules: str | tuple[str, ...] | None = None
     activation_modules: str | tuple[str, ...] | None = None
     norm_modules: str | tuple[str, ...] | None = None
@@ -175,6 +188,17 @@ class MemoryConfig:
     def swaps(self) -> bool:
         """Whether anything is to move."""
         return self.swap_attention or self.swap_inputs or self.swap_layer_input
+
+    @property
+    def treats_optimizer(self) -> bool:
+        """Whether the optimizer is to be wrapped."""
+        return self.swap_optimizer or self.reuse_fp32_param
+
+    @property
+    def treats_layers(self) -> bool:
+        """Whether anything is asked for the layers."""
+        parts = (self.recompute_activation_function, self.recompute_norm, self.recompute_method is not None)
+        return self.swaps or any(parts) or self.full_layers != 0 or not self.treats_optimizer
 
     def validate(self) -> MemoryConfig:
         """Check the fields against each other; return the configuration itself.
@@ -269,6 +293,7 @@ class MemoryConfig:
             "fully_connected_modules": ("swap_attention with a count", self.fully_connected_layers > 0),
             "swap_inputs": ("full_recompute_num_layers or recompute_method", whole),
             "swap_layer_input_prefetch": ("swap_layer_input", self.swap_layer_input),
+            "swap_optimizer_times": ("swap_optimizer", self.swap_optimizer),
         }
         needs["swap_schedule"] = ("something that moves", self.swaps or self.swap_schedule == "chain")
         for name, (needed, there) in needs.items():
