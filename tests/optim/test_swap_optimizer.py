@@ -35,6 +35,7 @@ def compare(plain: tuple[nn.Module, Any], swapped: tuple[nn.Module, Any]) -> Non
     assert_same_bits(plain[1].state_dict(), swapped[1].state_dict(), "state_dict")
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_class_gives_the_plain_bits(name: str) -> None:
     pairs = pair(OPTIMIZERS[name])
@@ -46,6 +47,7 @@ def test_every_class_gives_the_plain_bits(name: str) -> None:
     compare(*pairs)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("name", ["adamw", "adamw-fused", "sgd", "adafactor"])
 def test_accumulation_clipping_a_scheduler_and_missing_gradients_change_nothing(name: str) -> None:
     pairs = pair(OPTIMIZERS[name])
@@ -94,6 +96,7 @@ def test_a_gradient_scaler_that_skips_steps_changes_nothing(name: str, growth: f
     compare(*pairs)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("name", ["adamw", "adamw-fused", "adamw-amsgrad", "sgd", "nadam", "adafactor"])
 def test_state_dicts_go_from_plain_to_wrapped_and_back_in_mid_run(name: str) -> None:
     """Each of four runs changes its optimizer half way, by a file: all end with the same bits."""
@@ -297,6 +300,7 @@ def test_state_in_a_state_dict_is_a_copy_in_host_memory_of_its_own_size() -> Non
 # ---- masters -------------------------------------------------------------------------------------
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("name", ["adamw", "adamw-foreach", "adamw-fused", "sgd", "rmsprop", "adafactor"])
 @pytest.mark.parametrize("master", ["fp32", "residual"])
 @pytest.mark.parametrize("tier", [None, "device"])
@@ -362,6 +366,7 @@ def edit(model: nn.Module, masters: list[Tensor], how: str) -> None:
             master[:, 3] = 1.5
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("master", ["fp32", "residual"])
 @pytest.mark.parametrize("how", ["load_state_dict", "data", "slice"])
 def test_a_parameter_that_was_edited_from_outside_wins_over_its_master(master: str, how: str) -> None:
