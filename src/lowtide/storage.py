@@ -139,7 +139,10 @@ def is_empty(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
 
 
-def demand_bytes(tensor: Tensor, where: str) -> None:
+_ONE_UNIT = "One region must not span several FSDP units: wrap each unit by itself."
+
+
+def demand_bytes(tensor: Tensor, where: str, remedy: str = _ONE_UNIT) -> None:
     """Raise ``UnsupportedError`` if somebody has freed the bytes behind a tensor that is needed."""
     if is_empty(tensor):
         raise UnsupportedError(
@@ -148,7 +151,7 @@ def demand_bytes(tensor: Tensor, where: str) -> None:
                 expected="a resident tensor",
                 got=f"an empty storage behind a {tuple(tensor.shape)} {tensor.dtype} tensor",
                 where=where,
-                remedy="One region must not span several FSDP units: wrap each unit by itself.",
+                remedy=remedy,
             )
         )
 

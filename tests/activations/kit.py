@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lowtide import checkpoint_wrapper
+from lowtide.activations.links import Missed, Offer
 from lowtide.activations.tape import Tape
 from lowtide.activations.values import FunctionNode, Handle, Node, StorageRecord, Value
 from lowtide.report.counters import RegionRow
@@ -97,7 +98,7 @@ def no_collector() -> Iterator[None]:
         gc.enable()
 
 
-_OURS = (Tape, Value, Handle, Node, FunctionNode, StorageRecord)
+_OURS = (Tape, Value, Handle, Node, FunctionNode, StorageRecord, Offer, Missed)
 
 
 def alive(*kinds: type) -> int:

@@ -10,11 +10,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from .world import World
 
 pytestmark = pytest.mark.cpu  # gloo moves host memory
-SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"]
+V_SHAPED = ["ZBV", "DualPipeV"]
+# Their ranks hold neighbouring stages. To prepare, torch 2.10 has a rank send to itself; gloo waits for that in vain.
+_HANGS = pytest.mark.skipif(torch.__version__.startswith("2.10."), reason="torch's own V-shaped schedules hang on gloo")
+SCHEDULES = [
+    *("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"),
+    *(pytest.param(name, marks=_HANGS) for name in V_SHAPED),
+]
 SPLITS = {"InterleavedZeroBubble", "ZBV", "DualPipeV"}
 # Forwards that wait for their backward in a rank of two; GPipe has all of them.
 IN_FLIGHT = {
@@ -92,7 +99,7 @@ def test_four_ranks_train_alike_and_keep_what_is_in_flight(four: World, schedule
         assert [got["depth"] for got in ranks] == [4, 3, 2, 1]
 
 
-@pytest.mark.parametrize("schedule", IN_FLIGHT)
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
 def test_twice_the_micro_batches_swap_no_more_at_a_time(pair: World, schedule: str) -> None:
     for got, depth in zip(
         pair.run("pipelines.compare", schedule=schedule, wrap="inputs", batches=8), IN_FLIGHT[schedule], strict=True
@@ -108,7 +115,7 @@ def test_gpipe_moves_all_regions_but_the_first_and_the_last_that_backward_needs(
         assert got["peaks"] == [(8 * LAYERS - 2) * MATRIX] * 2
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble", "ZBV"])
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble", pytest.param("ZBV", marks=_HANGS)])
 def test_an_evaluation_between_two_steps_changes_nothing(pair: World, schedule: str) -> None:
     for got in pair.run("pipelines.compare", schedule=schedule, wrap="both", steps=3, evaluate=True):
         check(got, "both")

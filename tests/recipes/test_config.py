@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.errors import ConfigError, LowtideError, UnsupportedError
+from lowtide.errors import ConfigError, LowtideError
 from lowtide.recipes.config import MemoryConfig
 
 pytestmark = pytest.mark.cpu
@@ -139,6 +139,10 @@ def test_a_wrong_value_is_refused_when_it_is_given(name: str, value: Any, expect
             {"swap_layer_input": True, "swap_inputs": True, "recompute_method": "uniform"},
             "the inputs of the layers that recompute whole were given two answers",
         ),
+        (
+            {"swap_layer_input": True, "recompute_method": "uniform", "full_recompute_num_layers": 2},
+            "moves what enters every layer.*got uniform with 2.*Use swap_inputs",
+        ),
         ({"virtual_pipeline_rank": 1}, "there is no such chunk"),
     ],
 )
@@ -147,13 +151,15 @@ def test_a_combination_that_cannot_be_met_is_refused(given: dict[str, Any], mess
         MemoryConfig(**given).validate()
 
 
-def test_chunks_of_several_layers_are_refused_with_what_can_be_used() -> None:
+def test_with_uniform_the_count_is_that_of_a_chunks_layers() -> None:
     for name in ("full_recompute_num_layers", "recompute_num_layers"):
-        with pytest.raises(
-            UnsupportedError, match=r"recompute_method='block', or 'uniform' with .*=1, got uniform with 2"
-        ):
-            MemoryConfig(recompute_method="uniform", **{name: 2}).validate()
-        assert MemoryConfig(recompute_method="uniform", **{name: 1}).validate().full_layers is None
+        for count in (1, 2):
+            config = MemoryConfig(recompute_method="uniform", **{name: count}).validate()
+            assert (config.full_layers, config.chunk_layers) == (None, count)
+        with pytest.raises(ConfigError, match="a chunk holds no layer: expected at least 1"):
+            MemoryConfig(recompute_method="uniform", **{name: 0}).validate()
+    assert MemoryConfig(recompute_method="uniform").chunk_layers == 1
+    assert MemoryConfig(recompute_method="block", full_recompute_num_layers=3).chunk_layers == 1
 
 
 def test_the_bare_count_takes_the_one_meaning_that_is_possible() -> None:

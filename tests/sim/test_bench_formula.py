@@ -81,11 +81,22 @@ SIZES = itertools.product([1, 2, 3, 4, 32], [1.0, 2.5], [0.0, 0.75], [0.25, 1.0,
 
 @pytest.mark.parametrize(("count", "forward", "recompute", "nbytes", "inward"), list(SIZES))
 @pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("stays", [1, 2])
+@pytest.mark.parametrize("lead", [0.0, 0.5])
 def test_the_closed_form_is_what_walking_the_layers_gives(
-    count: int, forward: float, recompute: float, nbytes: float, inward: float, *, full: bool
+    count: int, forward: float, recompute: float, nbytes: float, inward: float, *, lead: float, stays: int, full: bool
 ) -> None:
-    layers, link = Layers(count, forward, 2 * forward, recompute), Link(1.0, inward)
+    layers, link = Layers(count, forward, 2 * forward, recompute, lead), Link(1.0, inward)
     # All figures are multiples of 1/12, but for thirds: what is compared differs by rounding only.
-    assert step_seconds(layers, link, nbytes, full=full) == pytest.approx(
-        walk(layers, link, nbytes, full=full), rel=1e-12
+    assert step_seconds(layers, link, nbytes, stays=stays, full=full) == pytest.approx(
+        walk(layers, link, nbytes, stays=stays, full=full), rel=1e-12
     )
+
+
+def test_what_is_read_late_in_backward_has_that_much_longer_to_come_back_once() -> None:
+    # Three copies of 3 s begin with the last layer's backward; three layers of 2 s run before the first one's begins,
+    # of which 0.5 s go by before it reads.
+    assert stall_backward(Layers(4, 1.0, 2.0, lead=0.5), LINK, 3.0) == 2.5
+    # Two layers stay: two copies, which begin with the second of them.
+    assert stall_backward(Layers(4, 1.0, 2.0), LINK, 3.0, stays=2) == 2
+    assert stall_backward(Layers(2, 1.0, 2.0), LINK, 3.0, stays=2) == 0

@@ -17,10 +17,10 @@ from lowtide.sim.describe import Description
 TOKENS = 16
 SMALL = Shape(3, 64, 4, 2, 96, 128)
 NAMES = {
-    "self_attn.q_proj": "q",
-    "self_attn.k_proj": "k",
-    "self_attn.v_proj": "v",
-    "self_attn.o_proj": "o",
+    "self_attn.q_proj": "self_attn.q",
+    "self_attn.k_proj": "self_attn.k",
+    "self_attn.v_proj": "self_attn.v",
+    "self_attn.o_proj": "self_attn.o",
     "mlp.gate_proj": "gate",
     "mlp.up_proj": "up",
     "mlp.down_proj": "down",

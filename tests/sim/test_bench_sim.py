@@ -24,8 +24,9 @@ from pathlib import Path
 from lowtide.bench.sim import run
 *options, folder = sys.argv[1:]
 micro_batches, warm_up = map(int, options[4:6] or (1, 0))
+link = float(options[6]) if options[6:] else None
 raise SystemExit(run("h100-80gb", options[0], layers=int(options[1]), seq=int(options[2]),
-    policies=options[3].split(","), micro_batches=micro_batches, warm_up=warm_up,
+    policies=options[3].split(","), micro_batches=micro_batches, warm_up=warm_up, link=link,
     json=Path(folder, "figures.json"), trace=Path(folder, "step.json.gz")))
 """
 Figures = dict[str, dict[str, Any]]
@@ -74,6 +75,17 @@ def test_full_recompute_costs_a_forward_without_its_last_product(seen: tuple[Fig
     assert recompute["kept_after_forward_bytes"] == 4 * 32 * 2**20
 
 
+def test_a_chunk_of_four_layers_keeps_one_input_and_runs_three_last_products_more(
+    seen: tuple[Figures, str, Path],
+) -> None:
+    recompute, chunks = seen[0]["recompute"], seen[0]["recompute+chunks"]
+    # The chunk's input is the model's own; what is left after forward is the output.
+    assert chunks["kept_after_forward_bytes"] == 32 * 2**20
+    assert recompute["recompute_over_plain"] < chunks["recompute_over_plain"] < 1 / 3
+    assert chunks["exposed_over_step"] == 0
+    assert abs(chunks["over_closed_form"]) < 0.002
+
+
 def test_moving_inputs_is_free(seen: tuple[Figures, str, Path]) -> None:
     recompute, moved = seen[0]["recompute"], seen[0]["recompute+swap-inputs"]
     assert moved["over_plain"] - recompute["over_plain"] <= 0.005
@@ -101,6 +113,26 @@ def test_keeping_products_costs_what_swapping_them_recomputes(seen: tuple[Figure
 def test_a_step_without_copies_is_its_closed_form(seen: tuple[Figures, str, Path]) -> None:
     for name in ("plain", "recompute", "save"):
         assert abs(seen[0][name]["over_closed_form"]) < 0.002
+
+
+def test_swapped_attention_is_free_where_the_link_hides_it(seen: tuple[Figures, str, Path]) -> None:
+    attention = seen[0]["swap-attention"]
+    # q, k, v and attention's own result, the input of the projections, and a logarithm a head and token.
+    assert attention["layer_bytes"] == 5 * 32 * 2**20 + 4096 * 32 * 4
+    assert attention["over_plain"] <= 0.02
+    assert attention["exposed_over_step"] == 0
+
+
+@pytest.mark.parametrize("link", ["10", "5"])
+def test_swapped_attention_costs_its_closed_form_where_the_link_does_not(link: str, tmp_path: Path) -> None:
+    found, _ = figures(tmp_path, "llama-7b", "6", "4096", "swap-attention", "1", "0", link)
+    assert found["swap-attention"]["over_plain"] > 0.5
+    assert abs(found["swap-attention"]["over_closed_form"]) < 0.001
+
+
+def test_moving_everything_costs_its_closed_form(seen: tuple[Figures, str, Path]) -> None:
+    assert seen[0]["swap-all"]["over_plain"] > 0.5
+    assert abs(seen[0]["swap-all"]["over_closed_form"]) < 0.001
 
 
 def test_each_policy_has_its_trace(seen: tuple[Figures, str, Path]) -> None:

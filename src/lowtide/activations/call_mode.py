@@ -367,6 +367,16 @@ def lower_to_checkpoint(region: Region, fn: Callable[..., Any], args: Any, kwarg
     """Under ``torch.compile``: the same wish in the words that the compiler understands."""
     if region.kind == "swap" or region.swap_inputs:
         raise _refuse_swap_in_graph(region.name)
+    if region.place is not None:
+        raise UnsupportedError(
+            explain(
+                "a compiled graph keeps the input of every layer, and of a chunk the first one alone is to be kept",
+                expected="chunks of one layer under torch.compile",
+                got=f"a chunk of {region.place.count} layers",
+                where=region.name,
+                remedy="Use full_recompute_num_layers=1 with recompute_method='uniform', or do not compile.",
+            )
+        )
     if region.graph_contexts is None:
         return checkpoint(fn, *args, use_reentrant=False, **kwargs)
     return checkpoint(fn, *args, use_reentrant=False, context_fn=region.graph_contexts, **kwargs)

@@ -9,15 +9,14 @@ counted with its reason. What a call keeps belongs to its graph.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from lowtide import _torch, device
+from lowtide.activations.links import tensors_of
 from lowtide.activations.region import Region
 from lowtide.activations.replay import give_back
 from lowtide.activations.tape import Tape
@@ -35,16 +34,6 @@ _WRITTEN = "an output of the function was written to after it had been made"
 _NOT_MADE = "an output of the function shares its storage with an input, or the tape cannot make it again"
 
 
-def _tensors_of(out: Any) -> Iterator[Tensor]:
-    """Every tensor of an output: in containers, and in dataclasses, which torch's trees do not open."""
-    for leaf in tree_leaves(out):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in dataclasses.fields(leaf):
-                yield from _tensors_of(getattr(leaf, field.name))
-
-
 class _Session:
     """One call: which outputs the tape can make again, and which of them are empty now."""
 
@@ -59,7 +48,7 @@ class _Session:
     def keep(self, tape: Tape, region: Region, out: Any) -> None:
         """The function has run: remember how each of its outputs is made."""
         seen: set[int] = set()
-        for tensor in _tensors_of(out):
+        for tensor in tensors_of(out):
             if tensor.grad_fn is not None:
                 self.tracked = True
                 tensor.grad_fn.register_prehook(self._before_own_backward)

@@ -7,6 +7,7 @@ counting; what is attached can be detached.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import weakref
@@ -139,6 +140,9 @@ class WrappedForward:
         made._module = weakref.ref(module)
         made.original = self.original
         made.region = None if self.region is None else self.region.fresh()
+        if made.region is not None:
+            # Of a copied model the layers form chunks of their own.
+            made.region.place = copy.deepcopy(made.region.place, memo)
         made.is_unit = False
         made.learns = self.learns
         made.recipe = None  # likewise: a list of layers was named, and this one is none of them

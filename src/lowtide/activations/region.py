@@ -22,6 +22,7 @@ from lowtide import device
 from lowtide.activations import call_mode
 from lowtide.activations.answers import Answers, CheckpointFrame, SwapFrame
 from lowtide.activations.function_node import install
+from lowtide.activations.links import Place, count_missed, plain_parts, tensors_of
 from lowtide.activations.recorder import Recorder
 from lowtide.activations.replay import unpack
 from lowtide.activations.stow import account, stow
@@ -110,6 +111,7 @@ class Region:
         self.certify = certify
         self.row = RegionRow(name, kind)
         self.counts_calls = True  # False where another region's row is used
+        self.place: Place | None = None  # in a chunk of layers of which only the first one's input is kept
         self.hazards: list[str] = []  # what running the module's Python twice would change
         self._certified: dict[Any, int] = {}
         self._runs_again = recompute == "call"
@@ -142,13 +144,13 @@ class Region:
         self.name = self.row.name = name
 
     def __getstate__(self) -> dict[str, Any]:
-        keys = ("name", "kind", "policy", "swap_inputs", "recompute", "certify", "hazards")
+        keys = ("name", "kind", "policy", "swap_inputs", "recompute", "certify", "hazards", "place")
         return {key: getattr(self, key) for key in keys}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        hazards = state.pop("hazards")
+        hazards, place = state.pop("hazards"), state.pop("place")
         self.__init__(**state)  # type: ignore[misc]
-        self.hazards = hazards
+        self.hazards, self.place = hazards, place
 
     def _frame(self) -> CheckpointFrame | SwapFrame:
         if self.kind == "swap":
@@ -164,6 +166,8 @@ class Region:
         if call_mode.is_running_again():
             return fn(*args, **kwargs)
         if self._runs_again:
+            if self.place is not None:
+                self.row.note("it runs again as a whole (recompute='call'), so it keeps its own input.")
             return call_mode.run_again(self, fn, args, kwargs)
         tape = _local.tape
         if tape is not None and not tape.closed and (tape.recording or self.kind == "swap"):
@@ -188,7 +192,10 @@ class Region:
         tape = self._new_tape(outer, args, kwargs)
         owner = getattr(fn, "__self__", None)
         tape.module = weakref.ref(owner) if isinstance(owner, torch.nn.Module) else None
-        tape.visit = manager.begin_visit() if manager.learns_here else None
+        tape.place = self.place if tape.recording else None
+        # Behind the first layer of a chunk nothing is there to move, as a rule: no turn for it in the learned order.
+        inner = self.place is not None and self.place.index > 0
+        tape.visit = manager.begin_visit() if manager.learns_here and not inner else None
         if tape.visit is not None or manager.is_scheduled:
             _refuse_capture(self.name)
         _local.tape = tape
@@ -222,10 +229,18 @@ class Region:
 
     def _finish(self, tape: Tape, out: Any) -> None:
         manager = SwapManager()
-        visit = tape.visit  # the last one, where the region has spilled
+        if tape.place is not None and tape.place.offers:
+            tape.offer(part for tensor in tensors_of(out) for part in plain_parts(tensor))
         needed, dead = tape.close()
-        _file(tape, self.row, visit, stow(tape, self.row, needed))
+        storage = stow(tape, self.row, needed)
+        if storage is not None and tape.visit is None and manager.learns_here:
+            tape.visit = manager.begin_visit()
+        visit = tape.visit  # the last one, where the region has spilled
+        _file(tape, self.row, visit, storage)
         account(self.row, needed, dead)
+        if tape.place is not None:
+            missed, tape.missed = tape.missed, []
+            count_missed(missed, self.row, linked=bool(tape.linked))
         if visit is not None:
             manager.end_visit(visit)
             if visit.nbytes:

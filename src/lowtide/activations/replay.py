@@ -38,16 +38,22 @@ def unpack(packed: Any) -> Any:
     return packed
 
 
-def _unpack(tape: Tape, handle: Handle) -> Tensor:
-    value = handle.value
+def _enter(tape: Tape) -> bool:
+    """A handle on a tape is read: whether a backward reads it. Opens the tape's epoch if it is a new one."""
     task = _torch.current_backward()
     in_backward = task != _torch.NO_BACKWARD
     if task != tape.backward or not in_backward:
         _open_epoch(tape, task)
-    _note_reader(tape, value)
     if tape.on_backward is not None:
         visit, tape.on_backward = tape.on_backward, None
         visit.reached()
+    return in_backward
+
+
+def _unpack(tape: Tape, handle: Handle) -> Tensor:
+    value = handle.value
+    in_backward = _enter(tape)
+    _note_reader(tape, value)
     kept = value.held is not None
     base = _bytes_of(tape, value)
     # Autograd may edit what it gets: never the tensor that we keep.
@@ -82,6 +88,65 @@ def _bytes_of(tape: Tape, value: Value) -> Tensor:
         base = resident(tape, value)
         assert base is not None
     return base
+
+
+def _follow(tape: Tape, value: Value) -> Tensor:
+    """The bytes of an input that an earlier tape of the chunk makes again; that tape keeps what its own backward reads.
+
+    Its own input may come from the tape before it. In a backward these are made first, the farthest one first, so that
+    a chunk of many layers is no deep recursion.
+    """
+    muted, tape.muted = tape.muted, True
+    try:
+        waiting = [(tape, value)]
+        while waiting:
+            later, asked = waiting[-1]
+            if asked.cache is not None:  # several nodes have asked for it
+                waiting.pop()
+                continue
+            assert asked.link is not None
+            before = asked.link.tape
+            with before.lock:
+                # Outside of a backward every read stands for itself, so nothing can be prepared for the next.
+                missing = _links_below(before, asked.link) if _torch.current_backward() != _torch.NO_BACKWARD else []
+            if missing:
+                waiting += missing
+                continue
+            with later.lock:
+                _put(asked, _made_before(asked))
+                asked.handed_out = True  # the tape before has it too
+    finally:
+        tape.muted = muted
+    assert value.cache is not None
+    return value.cache
+
+
+def _links_below(tape: Tape, handle: Handle) -> list[tuple[Tape, Value]]:
+    """The inputs of a tape that are needed for a value of it and that still earlier tapes make."""
+    _enter(tape)
+    if handle.value.cache is not None:
+        return []
+    return [(tape, value) for value in _closure(tape, handle.value)[1]]
+
+
+def _made_before(value: Value) -> Tensor:
+    """Have the earlier tape make what is linked, as it looks in the later one."""
+    handle, layout = value.link, value.base_layout
+    assert handle is not None
+    assert layout is not None
+    tape, made = handle.tape, handle.value
+    with tape.lock:
+        in_backward = _enter(tape)
+        base = _bytes_of(tape, made)
+        if made.cache is not None:
+            made.handed_out = True
+        if handle.epoch != tape.epoch:
+            handle.epoch = tape.epoch
+            made.pending -= 1
+        tape.drop_if_done(made)
+        if not in_backward:
+            _close_epoch(tape)
+    return base if same_layout(base, layout) else rebuild(base, layout)
 
 
 def give_back(handle: Handle, emptied: Emptied) -> None:
@@ -168,6 +233,8 @@ def resident(tape: Tape, value: Value) -> Tensor | None:
         # A copy that several regions share looks as the first of them saw it.
         layout = value.base_layout
         return base if layout is None or same_layout(base, layout) else rebuild(base, layout)
+    if value.link is not None and tape.closed:
+        return _follow(tape, value)
     return None
 
 
@@ -186,6 +253,8 @@ def _open_epoch(tape: Tape, task: int) -> None:
     if task == _torch.NO_BACKWARD:
         return
     tape.drops = tape.closed and not _torch.autograd_keeps_graph()
+    if tape.drops:
+        tape.offers = []  # what the outputs are made from may go now
     reference = weakref.ref(tape)
 
     def ended() -> None:
@@ -220,6 +289,11 @@ def _hold_for_later(tape: Tape) -> None:
 def _close_epoch(tape: Tape) -> None:
     """Backward ended: forget what it cached. A later one plans for itself."""
     tape.backward = _torch.NO_BACKWARD
+    for value in tape.linked:
+        if tape.drops and value.cache is not None and value.held is None and (value.pending > 0 or value.uses > 0):
+            # The earlier tape has been read for good: what is still needed of it stays here.
+            value.held, value.version, value.link = value.cache, value.cache_version, None
+        value.cache = None
     tape.drops = False
     tape.last_reader = None
     tape.read_again = []
@@ -234,11 +308,7 @@ def _close_epoch(tape: Tape) -> None:
                 # What it is made from may be gone: it becomes a leaf.
                 value.held, value.version = value.cache, value.cache_version
             value.cache = None
-    for node in tape.nodes:
-        if node is not None:
-            for value in node.inputs:
-                value.uses = 0
-    tape.planned = set()
+    tape.forget_plan()
     if not tape.closed:
         tape.epoch += 1
 
@@ -253,20 +323,31 @@ def _values_of(node: Node | FunctionNode) -> list[Value]:
 # ---- the closure -------------------------------------------------------------------------------
 
 
-def _replay(tape: Tape, target: Value) -> None:
-    """Run the nodes that ``target`` needs and that have not run in this backward."""
+def _closure(tape: Tape, target: Value) -> tuple[set[int], list[Value]]:
+    """The nodes that ``target`` needs and that have not run, and the inputs among their leaves that others make."""
     nodes = tape.nodes
     todo: set[int] = set()
+    links: list[Value] = []
     stack = [target]
     while stack:
         value = stack.pop()
         index = value.node
         if index in todo or value.cache is not None or value.held is not None or value.swap is not None:
             continue
+        if value.link is not None:
+            links.append(value)
+            continue
         if index == LEAF or value.poison is not None or nodes[index] is None:
             raise _lost(tape, value)
         todo.add(index)
         stack.extend(nodes[index].inputs)  # type: ignore[union-attr]
+    return todo, links
+
+
+def _replay(tape: Tape, target: Value) -> None:
+    """Run the nodes that ``target`` needs and that have not run in this backward."""
+    nodes = tape.nodes
+    todo, _ = _closure(tape, target)
     for index in todo - tape.planned:
         # Outside of the plan (a second backward, an open tape): count its reads for this run.
         for value in nodes[index].inputs:  # type: ignore[union-attr]

@@ -88,7 +88,7 @@ def account(row: RegionRow, needed: Iterable[Value], dead: list[Value]) -> None:
         held = value.held
         if held is not None:
             _account_held(row, value, held)
-        elif value.swap is None and value.node != LEAF and value.pending > 0:
+        elif value.swap is None and (value.link is not None or (value.node != LEAF and value.pending > 0)):
             assert value.base_layout is not None
             row.recomputed_bytes += value.base_layout.nbytes
 

@@ -9,11 +9,13 @@ user's (see ``recorder``) and replays none (see ``replay``).
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lowtide import _torch, device
+from lowtide.activations.links import SHARDED, Missed, Offer, Place, find_offer
 from lowtide.activations.values import LEAF, FunctionNode, Handle, Node, StorageRecord, Value
 from lowtide.errors import ModifiedError, UnsupportedError, explain
 from lowtide.policy import Fate, fate_of, stronger
@@ -63,15 +65,19 @@ class Tape:
         "holding",
         "last_reader",
         "lent",
+        "linked",
         "lock",
+        "missed",
         "module",
         "moves_state",
         "muted",
         "name",
         "nodes",
+        "offers",
         "on_backward",
         "packed",
         "parameter_parts",
+        "place",
         "plan_is_new",
         "planned",
         "read_again",
@@ -116,6 +122,10 @@ class Tape:
         self.module: Any = None  # weak reference to the wrapped module: its buffers never move
         self.on_backward: Visit | None = None  # told once when backward first reaches this tape
         self.moves_state: str | None = None  # what a second run of the Python would move twice
+        self.place: Place | None = None  # in the chunk of layers that it belongs to
+        self.offers: list[Offer] = []  # outputs that later layers of the chunk may stand on
+        self.linked: list[Value] = []  # inputs that earlier layers of the chunk make again
+        self.missed: list[Missed] = []  # inputs that they do not
 
     # ---- values -------------------------------------------------------------------------------
 
@@ -174,14 +184,29 @@ class Tape:
         value.base_layout = layout_of(tensor)
         self.hold_base(value, tensor)
         value.parameter = is_parameter(tensor) or _torch.storage_key(tensor) in self.parameter_parts
+        if self.place is not None and value.foreign and not value.parameter and self._link(value, tensor, self.place):
+            return
         if value.answer is None and not value.parameter:
             value.answer = self.answers.for_leaf(tensor, foreign=value.foreign)
+
+    def _link(self, value: Value, tensor: Tensor, place: Place) -> bool:
+        """Let an input be what an earlier layer of the chunk makes again; False if none does."""
+        if place.index == 0 or value.link is not None:
+            return value.link is not None
+        offer, why_not = find_offer(tensor, place)
+        before = None if offer is None else offer.tape()
+        if offer is None or before is None:
+            self.missed.append(Missed(value, why_not, tensor.requires_grad))
+            return False
+        value.link = before.handle_for(offer.value)
+        self.linked.append(value)
+        return True
 
     def before_write(self, record: StorageRecord, tensor: Tensor) -> None:
         """A visible write comes: un-hold or copy every value held by reference to that storage (R7)."""
         for value in record.holders or ():
             if value.held is not None:
-                if value.node != LEAF:
+                if value.node != LEAF or value.link is not None:
                     value.held = None
                 else:
                     self._copy_before_write(value, tensor)
@@ -248,6 +273,19 @@ class Tape:
         if fate is Fate.SWAP and value.pending == 0 and value.swap is None:
             self.unlaunched_bytes += tensor.untyped_storage().nbytes()
 
+    def handle_for(self, value: Value) -> Handle:
+        """A handle for a later tape, one of whose inputs is this value."""
+        with self.lock:
+            if self.plan_is_new:
+                self.forget_plan()
+            assert value.base_layout is not None
+            handle = Handle(self, value, value.base_layout)
+            if value.live == 0:
+                self.packed.append(value)
+            value.live += 1
+            value.pending += 1
+            return handle
+
     def reach(self, visit: Visit) -> None:
         """Tell the latest visit when backward first unpacks from here; earlier ones hear it from their tensors."""
         self.on_backward = visit
@@ -259,12 +297,28 @@ class Tape:
 
     # ---- the end of the region ----------------------------------------------------------------
 
+    def offer(self, tensors: Iterable[Tensor]) -> None:
+        """The region is about to end with these outputs: let later layers of its chunk stand on them."""
+        assert self.place is not None
+        for tensor in tensors:
+            record = self.storages.get(tensor.untyped_storage()._cdata)
+            if record is None or record.value.foreign:
+                continue  # an input passed on: it is whatever it was before
+            value, why_not = record.value, None
+            if record.version is not None and tensor._version != record.version:
+                why_not = "it was written to by something the tape could not see"
+            elif value.node == LEAF:
+                why_not = value.opaque or "it is kept"
+            elif value.held is not None or value.swap is not None:
+                why_not = value.opaque or "a policy keeps it"
+            self.offers.append(Offer(self, self.place, tensor, value, why_not))
+
     def close(self) -> tuple[dict[Value, None], list[Value]]:
         """Prune to the closure of what was packed and drop everything else.
 
         Returns the values that are needed, and those that were held by request and are not (dead).
         """
-        needed = self.plan()
+        needed = self.plan([offer.value for offer in self.offers if offer.why_not is None])
         dead: list[Value] = []
         for value in self.holding:
             held = value.held
@@ -273,6 +327,9 @@ class Tape:
                     dead.append(value)
                 self._let_go(value)
             elif held is not None:
+                if value.link is not None:
+                    value.held = None
+                    continue
                 if held._version != value.version:
                     value.poison = "a tensor that the region used was modified by an operation the tape could not see"
                 if self.recording:
@@ -283,12 +340,24 @@ class Tape:
         self._release_records()
         self.holding = []
         self.closed = True
+        if self.offers:
+            self.forget_plan()  # nobody has taken an offer so far
         return needed, dead
 
-    def plan(self) -> dict[Value, None]:
+    def forget_plan(self) -> None:
+        """Take back the reads that were counted; the next backward counts for itself."""
+        for node in self.nodes:
+            if node is not None:
+                for value in node.inputs:
+                    value.uses = 0
+        self.planned = set()
+        self.plan_is_new = False
+
+    def plan(self, also: Iterable[Value] = ()) -> dict[Value, None]:
         """Count who will read what in the next backward, if it unpacks every handle that is alive.
 
-        Ordered: the copies of a region leave in the same order in every step.
+        Ordered: the copies of a region leave in the same order in every step. ``also``: values that
+        something else may ask for.
         """
         needed: dict[Value, None] = {}
         kept_nodes: set[int] = set()
@@ -297,6 +366,7 @@ class Tape:
         stack = [value for value in self.packed if value.live > 0]
         for value in stack:
             value.pending = value.live
+        stack += also
         while stack:
             value = stack.pop()
             if value in needed:
@@ -337,13 +407,16 @@ class Tape:
         self._release_records()
         self.packed = []
         self.holding = []
+        self.offers = []
+        self.linked = []
+        self.missed = []
         self.nodes = []
         self.swapped = []
         self.closed = True
 
     @staticmethod
     def _let_go(value: Value) -> None:
-        value.held = None
+        value.held = value.link = None
         if value.swap is not None:
             value.swap.release()
             value.swap = None
@@ -367,7 +440,7 @@ class Tape:
         if value.uses <= 0 and value.pending <= 0:
             if self.closed:
                 value.cache = None
-            if self.drops and (value.held is not None or value.swap is not None):
+            if self.drops and (value.held is not None or value.swap is not None or value.link is not None):
                 self._let_go(value)
                 self.dropped = True
 
@@ -385,7 +458,10 @@ class Tape:
                     remedy="Do not write to it between forward and backward, or save a clone.",
                 )
             )
-        demand_bytes(held, self.name)
+        if self.place is None:
+            demand_bytes(held, self.name)
+        else:
+            demand_bytes(held, self.name, SHARDED)
         return held
 
 

@@ -38,6 +38,7 @@ class Value:
     version = 0  # of `held`, when it was held
     base_layout: Layout | None = None  # how `held` (or the replayed result) looks at the storage
     swap: SwapTensor | None = None  # its copy on the lower tier
+    link: Handle | None = None  # the value of an earlier tape that it is
     cache: torch.Tensor | None = None  # replayed during this backward
     cache_version = 0
     handed_out = False  # autograd has seen `cache`: its buffer must not be reused

@@ -24,7 +24,7 @@ from lowtide.bench.modes import operator_counts
 from lowtide.bench.sim_formula import step_seconds
 from lowtide.bench.sim_models import MODELS, Shape
 from lowtide.bench.sim_policies import HIDEABLE, POLICIES, Policy, hideable, moving, products
-from lowtide.bench.sim_step import Seen, Work, layers_of, link_of, measure
+from lowtide.bench.sim_step import Seen, Work, layers_of, lead_of, link_of, measure
 from lowtide.errors import LowtideError, explain
 from lowtide.measure import Record, write_records
 from lowtide.sim import Simulator
@@ -116,15 +116,20 @@ def _shape(model: str, layers: int | None) -> Shape:
     return shape
 
 
-def _closed_form(seen: Seen, plain: Seen, sim: Simulator, count: int) -> float:
-    """The step's closed form, from the layers' own times and the bytes that one of them moved."""
-    return step_seconds(layers_of(plain, count, seen), link_of(sim, seen), seen.layer_bytes)
+def _closed_form(seen: Seen, plain: Seen, sim: Simulator, count: int, lead: float) -> float:
+    """The step's closed form, from the layers' own times and the bytes that one of them moved.
+
+    The last layer never leaves, and the one before it is still on its way when backward asks for it: two stay.
+    """
+    return step_seconds(layers_of(plain, count, seen, lead), link_of(sim, seen), seen.layer_bytes, stays=2)
 
 
-def figures(seen: Seen, plain: Seen | None, sim: Simulator, work: Work) -> dict[str, tuple[float, str]]:
+def figures(
+    seen: Seen, plain: Seen | None, sim: Simulator, work: Work, lead: float = 0.0
+) -> dict[str, tuple[float, str]]:
     """Turn one step into metrics with their units; what compares with plain needs a plain step.
 
-    The closed form is that of one micro-batch.
+    The closed form is that of one micro-batch; ``lead`` as in :class:`~lowtide.bench.sim_formula.Layers`.
     """
     count = work.layers
     found: dict[str, tuple[float, str]] = {
@@ -149,7 +154,7 @@ def figures(seen: Seen, plain: Seen | None, sim: Simulator, work: Work) -> dict[
         found["over_plain"] = (seen.step / plain.step - 1, "ratio")
         found["recompute_over_plain"] = (seen.compute / plain.compute - 1, "ratio")
     if plain is not None and work.micro_batches == 1:
-        closed = _closed_form(seen, plain, sim, count)
+        closed = _closed_form(seen, plain, sim, count, lead)
         found["closed_form_seconds"] = (closed, "s")
         found["over_closed_form"] = (seen.step / closed - 1, "ratio")
     return found
@@ -194,7 +199,8 @@ def _measure(
             continue
         if name == PLAIN:
             plain = seen
-        for metric, figure in figures(seen, plain, sim, work).items():
+        lead = 0.0 if policy.reads is None or plain is None else lead_of(work, sim, policy.reads)
+        for metric, figure in figures(seen, plain, sim, work, lead).items():
             yield name, metric, figure
 
 

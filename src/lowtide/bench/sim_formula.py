@@ -7,7 +7,8 @@ the bytes that it moves.
 
 The schedule that they describe: a layer's bytes leave when it ends and are gone
 when they have arrived; the next layer but one waits for that. In backward a
-layer's bytes come back while the layer after it runs. The last layer stays.
+layer's bytes come back while the layer after it runs. The last layer stays; of
+the last two, where the one before it is still on its way out (``stays=2``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ __all__ = ["Layers", "Link", "hideable_bytes", "stall_backward", "stall_forward"
 class Layers:
     """Identical layers: how many, and seconds of forward, of backward and of recompute of one.
 
+    ``lead`` is how much of a layer's backward runs before what it moved is read.
+
     >>> Layers(4, 1.0, 2.0, 0.5).busy
     14.0
     """
@@ -29,6 +32,7 @@ class Layers:
     forward: float
     backward: float
     recompute: float = 0.0
+    lead: float = 0.0
 
     @property
     def again(self) -> float:
@@ -80,32 +84,35 @@ def stall_forward(layers: Layers, link: Link, nbytes: float, *, buffers: int = 2
     return max(0.0, (n - buffers) * link.seconds_out(nbytes) - (n - 2) * layers.forward)
 
 
-def stall_backward(layers: Layers, link: Link, nbytes: float, *, full: bool = False) -> float:
-    """Seconds that backward waits; ``full`` if memory has no room for a layer to come back before one has gone.
+def stall_backward(layers: Layers, link: Link, nbytes: float, *, stays: int = 1, full: bool = False) -> float:
+    """Seconds that backward waits for the layers that do not stay.
+
+    ``full`` if memory has no room for a layer to come back before one has gone.
 
     >>> stall_backward(Layers(4, 1.0, 2.0), Link(1.0, 1.0), 3.0)
     3.0
     >>> stall_backward(Layers(4, 1.0, 2.0), Link(1.0, 1.0), 3.0, full=True)
     5.0
     """
-    n, copy = layers.count, link.seconds_in(nbytes)
-    if n <= 1:
+    moved, copy = layers.count - stays, link.seconds_in(nbytes)
+    if moved < 1:
         return 0.0
     if full:
-        return max(copy, (n - 1) * copy - (n - 2) * layers.again)
-    return (n - 1) * max(0.0, copy - layers.again)
+        return max(0.0, max(copy, moved * copy - (moved - 1) * layers.again) - layers.lead)
+    return max(0.0, moved * (copy - layers.again) - layers.lead)
 
 
-def step_seconds(layers: Layers, link: Link, nbytes: float, *, full: bool = False) -> float:
+def step_seconds(layers: Layers, link: Link, nbytes: float, *, stays: int = 1, full: bool = False) -> float:
     """Seconds of forward and backward, stalls included.
 
     >>> step_seconds(Layers(4, 1.0, 2.0), Link(1.0, 1.0), 3.0)
     19.0
     """
-    return layers.busy + stall_forward(layers, link, nbytes) + stall_backward(layers, link, nbytes, full=full)
+    backward = stall_backward(layers, link, nbytes, stays=stays, full=full)
+    return layers.busy + stall_forward(layers, link, nbytes) + backward
 
 
-def walk(layers: Layers, link: Link, nbytes: float, *, buffers: int = 2, full: bool = False) -> float:
+def walk(layers: Layers, link: Link, nbytes: float, *, buffers: int = 2, stays: int = 1, full: bool = False) -> float:
     """Seconds of the same step, one layer after the other; what the closed forms solve.
 
     >>> walk(Layers(4, 1.0, 2.0), Link(1.0, 1.0), 3.0)
@@ -119,8 +126,9 @@ def walk(layers: Layers, link: Link, nbytes: float, *, buffers: int = 2, full: b
         gone[layer] = max(now, gone[layer - 1] if layer else 0.0) + link.seconds_out(nbytes)
     back = now  # when the bytes of the layer before have come back
     for layer in reversed(range(n)):
-        start = now if layer == n - 1 else max(now, back)
-        now = start + layers.again
-        # Loading the layer before begins with this layer, or, where memory is full, when the last one has ended.
-        back = max(back, now if full and layer == n - 1 else start) + link.seconds_in(nbytes)
+        start, read = now, now + layers.lead
+        now = (read if layer >= n - stays else max(read, back)) + layers.again - layers.lead
+        # Loading the layer before begins with this layer, or, where memory is full, when the last that stays has ended.
+        if layer <= n - stays:
+            back = max(back, now if full and layer == n - stays else start) + link.seconds_in(nbytes)
     return now

@@ -80,31 +80,43 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
-class LlamaLayer(nn.Module):
-    """One decoder layer; the rotary tables come with every call, since all layers share them."""
+class LlamaAttention(nn.Module):
+    """Causal attention with rotary positions, its four projections included."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
         narrow = shape.kv_heads * shape.head
-        self.norm1, self.norm2 = RmsNorm(shape.width), RmsNorm(shape.width)
         self.q, self.k = nn.Linear(shape.width, shape.width, bias=False), nn.Linear(shape.width, narrow, bias=False)
         self.v, self.o = nn.Linear(shape.width, narrow, bias=False), nn.Linear(shape.width, shape.width, bias=False)
-        self.gate = nn.Linear(shape.width, shape.hidden, bias=False)
-        self.up = nn.Linear(shape.width, shape.hidden, bias=False)
-        self.down = nn.Linear(shape.hidden, shape.width, bias=False)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], -1, self.shape.head).transpose(1, 2)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, y: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Map (batch, tokens, width) to the same shape."""
-        y = self.norm1(x)
         q, k, v = self._heads(self.q(y)), self._heads(self.k(y)), self._heads(self.v(y))
         q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
         shared = self.shape.heads != self.shape.kv_heads
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
-        x = x + self.o(mixed.transpose(1, 2).reshape(x.shape))
+        result: Tensor = self.o(mixed.transpose(1, 2).reshape(y.shape))
+        return result
+
+
+class LlamaLayer(nn.Module):
+    """One decoder layer; the rotary tables come with every call, since all layers share them."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = RmsNorm(shape.width), RmsNorm(shape.width)
+        self.self_attn = LlamaAttention(shape)
+        self.gate = nn.Linear(shape.width, shape.hidden, bias=False)
+        self.up = nn.Linear(shape.width, shape.hidden, bias=False)
+        self.down = nn.Linear(shape.hidden, shape.width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Map (batch, tokens, width) to the same shape."""
+        x = x + self.self_attn(self.norm1(x), cos, sin)
         y = self.norm2(x)
         result: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
         return result

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 import lowtide
-from lowtide import CheckpointPolicy, SwapManager, checkpoint_wrapper, swap_wrapper
+from lowtide import CheckpointPolicy, MemoryConfig, SwapManager, checkpoint_wrapper, swap_wrapper
 from lowtide.bench.modes import Kept
 from lowtide.bench.sim_formula import Layers, Link
 from lowtide.bench.sim_models import Shape
@@ -37,11 +37,17 @@ class Product:
 
 @dataclass(frozen=True)
 class Policy:
-    """What is done to each layer, and whether the order of the layers is to be learned."""
+    """What is done to each layer, and whether something moves, in the order that is learned.
+
+    ``config`` is given to ``lowtide.apply`` in place of both; ``reads`` names the part of a layer whose backward is the
+    first to read what moved.
+    """
 
     name: str
     wrap: Callable[[nn.Module], object] | None = None
     moves: bool = False
+    config: MemoryConfig | None = None
+    reads: str | None = None
 
 
 def products(shape: Shape, tokens: int, batch: int, device: Description) -> list[Product]:
@@ -97,12 +103,24 @@ def moving(chosen: Iterable[Product], counts: dict[Any, int]) -> Policy:
     return Policy(HIDEABLE, wrap, moves=True)
 
 
+_CHUNKS = MemoryConfig(recompute_method="uniform", full_recompute_num_layers=4)
+
+
+def _fitting(config: MemoryConfig, layers: int) -> MemoryConfig:
+    """Fit a configuration to fewer layers than it is meant for."""
+    if config.chunk_layers > layers:
+        config = replace(config, full_recompute_num_layers=layers)
+    # One layer is no chain; it stays under either schedule.
+    return replace(config, swap_schedule="auto") if config.swaps and layers == 1 else config
+
+
 POLICIES: dict[str, Policy] = {
     policy.name: policy
     for policy in (
         Policy("plain"),
         Policy("recompute", checkpoint_wrapper),
         Policy("recompute+swap-inputs", lambda layer: checkpoint_wrapper(layer, swap_inputs=True), moves=True),
+        Policy("recompute+chunks", config=_CHUNKS),
         Policy("save", lambda layer: checkpoint_wrapper(layer, lowtide.save_matmuls_and_attention())),
         Policy(
             "swap",
@@ -111,6 +129,7 @@ POLICIES: dict[str, Policy] = {
         ),
         # What it moves depends on the times of the plain layers: made when they are known.
         Policy(HIDEABLE, moves=True),
+        Policy("swap-attention", moves=True, config=MemoryConfig(swap_attention=True), reads="self_attn"),
         Policy("swap-all", swap_wrapper, moves=True),
     )
 }
@@ -122,11 +141,15 @@ class worn:  # noqa: N801 - reads as a verb: with worn(policy, model)
     def __init__(self, policy: Policy, model: nn.Module) -> None:
         self.policy = policy
         self.model = model
-        self.order: lowtide.Auto | None = None
+        self.order: lowtide.Auto | lowtide.Applied | None = None
 
     def __enter__(self) -> None:
         SwapManager().reset()
         blocks: Any = self.model.blocks
+        config = self.policy.config
+        if config is not None:
+            self.order = lowtide.apply(self.model, _fitting(config, len(blocks)))
+            return
         if self.policy.wrap is not None:
             for layer in blocks:
                 self.policy.wrap(layer)

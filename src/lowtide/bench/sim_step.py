@@ -26,7 +26,7 @@ from lowtide.bench.sim_policies import Policy, worn
 from lowtide.sim import Simulator
 from lowtide.sim.perfetto import write_trace
 
-__all__ = ["Seen", "Work", "layers_of", "link_of", "measure"]
+__all__ = ["Seen", "Work", "layers_of", "lead_of", "link_of", "measure"]
 
 DEVICE = "sim"  # a name of torch only once the simulator runs
 
@@ -163,6 +163,23 @@ def _between_layers(work: Work, sim: Simulator) -> Iterator[list[int]]:
             hook.remove()
 
 
+def lead_of(work: Work, sim: Simulator, part: str) -> float:
+    """Seconds of the compute engine from a layer's backward to that of one of its parts, in a plain step."""
+    seen: list[float] = []
+
+    def watch(module: nn.Module, args: Any, out: Tensor) -> None:
+        out.register_hook(lambda _grad: seen.append(sim.busy().compute))
+
+    layer = work.model.blocks[-1]
+    hooks = [module.register_forward_hook(watch) for module in (layer, layer.get_submodule(part))]
+    try:
+        _timed(work, sim)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen[1] - seen[0]
+
+
 def _clean(work: Work, sim: Simulator) -> int:
     """Make the device idle and forget what was; return the bytes in use."""
     work.clear()
@@ -250,11 +267,11 @@ def measure(
         sim.synchronize()
 
 
-def layers_of(plain: Seen, count: int, seen: Seen | None = None) -> Layers:
+def layers_of(plain: Seen, count: int, seen: Seen | None = None, lead: float = 0.0) -> Layers:
     """Seconds of one layer, from the compute engine in a plain step and in one that recomputes."""
     forward, backward = plain.forward / count, (plain.compute - plain.forward) / count
     again = 0.0 if seen is None else (seen.compute - plain.compute) / count
-    return Layers(count, forward, backward, max(0.0, again))
+    return Layers(count, forward, backward, max(0.0, again), lead)
 
 
 def link_of(sim: Simulator, seen: Seen | None = None) -> Link:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lowtide.activations.inplace import attached, detach_if_idle
+from lowtide.activations.links import Place
 from lowtide.activations.region import Region
 from lowtide.activations.wrappers import auto, checkpoint_wrapper, swap_wrapper
 from lowtide.errors import ConfigError, WrapError, explain
@@ -136,7 +137,7 @@ def apply(model: nn.Module, config: MemoryConfig, optimizer: torch.optim.Optimiz
     try:
         for plan in plans:
             for wrap in plan.wraps:
-                _wrap(wrap, config, applied._undo)
+                _wrap(wrap, plan.place, config, applied._undo)
         if config.swap_layer_input:
             _swap_layer_inputs(plans, config, applied._undo)
         _schedule(model, chained, config, applied._undo)
@@ -189,29 +190,32 @@ def _chain_of(plans: list[LayerPlan], config: MemoryConfig) -> list[nn.Module]:
     """The layers to chain; none where something else says when bytes move."""
     if not config.swaps or config.swap_schedule != "chain":
         return []
-    if len(plans) == 1:
+    # Behind the first layer of a chunk nothing is kept that could move.
+    links = [plan for plan in plans if _keeps_input(plan.place)]
+    if len(links) == 1:
         raise ConfigError(
             explain(
                 "a chain of one layer moves nothing: its last layer always stays",
-                expected="two layers or more",
-                got=f"one, {plans[0].layer.name}",
+                expected="two layers or more" if len(plans) == 1 else "two chunks of layers or more",
+                got=f"one, {names_in(plan.layer.name for plan in plans)}",
                 where="swap_schedule='chain'",
                 remedy="Use swap_schedule='none' and drive groups by hand, or do not swap.",
             )
         )
     # swap_layer_inputs chains the layers itself.
-    return [] if config.swap_layer_input else [plan.layer.module for plan in plans]
+    return [] if config.swap_layer_input else [plan.layer.module for plan in links]
 
 
 # ---- acts ------------------------------------------------------------------------------------------
 
 
-def _wrap(wrap: Wrap, config: MemoryConfig, undo: list[Callable[[], None]]) -> None:
+def _wrap(wrap: Wrap, place: Place | None, config: MemoryConfig, undo: list[Callable[[], None]]) -> None:
     if wrap.role is Role.SWAP:
         swap_wrapper(wrap.module, name=wrap.name)
     elif wrap.role in {Role.WHOLE_LAYER, Role.FULLY_CONNECTED}:
         whole = wrap.role is Role.WHOLE_LAYER
-        checkpoint_wrapper(wrap.module, None, config.swap_inputs and whole, name=wrap.name)
+        moves = config.swap_inputs and whole and _keeps_input(place)
+        checkpoint_wrapper(wrap.module, None, moves, name=wrap.name)
     else:
         # Norms recompute whole, but never by running Python again: that would leave the layer's region.
         policy = _POLICIES[wrap.role]() if wrap.role in _POLICIES else None
@@ -219,7 +223,14 @@ def _wrap(wrap: Wrap, config: MemoryConfig, undo: list[Callable[[], None]]) -> N
     found = attached(wrap.module)
     assert found is not None
     assert found.region is not None
+    if wrap.role is Role.WHOLE_LAYER:
+        found.region.place = place
     undo.append(_taker_off(wrap.module, found.region))
+
+
+def _keeps_input(place: Place | None) -> bool:
+    """Whether a layer that recomputes whole is the first of its chunk."""
+    return place is None or place.index == 0
 
 
 def _taker_off(module: nn.Module, region: Region) -> Callable[[], None]:
@@ -278,7 +289,9 @@ def _row(plan: LayerPlan, config: MemoryConfig) -> AppliedRow:
         if not wraps or role is Role.KEEP:
             continue
         if role is Role.WHOLE_LAYER:
-            answers.append(role.value + (", its inputs move" if config.swap_inputs else ""))
+            first = _keeps_input(plan.place)
+            moves = ", its inputs move" if config.swap_inputs and first else ""
+            answers.append(role.value + moves + ("" if first else " and its input"))
         else:
             prefix = len(join(plan.layer.name, ""))
             answers.append(f"{role.value}: {', '.join(wrap.name[prefix:].lstrip('.') for wrap in wraps)}")

@@ -50,7 +50,7 @@ _PATTERNS = ("swap_modules", "layer_modules", "activation_modules", "norm_module
 _HELP = {
     "recompute_method": "which whole layers recompute: the first n (block) or every one (uniform)",
     "recompute_num_layers": "how many layers, where only one feature can be meant",
-    "full_recompute_num_layers": "how many whole layers recompute",
+    "full_recompute_num_layers": "how many whole layers recompute; with uniform, how many share one kept input",
     "swap_attention": "move what self-attention saves to the host",
     "swap_modules": "sub-modules that swap_attention moves, by name, with commas between",
     "swap_attention_recompute_num_layers": "of how many layers the fully connected part recomputes besides",
@@ -89,9 +89,10 @@ class MemoryConfig:
 
     Args:
         recompute_method: ``"block"``: the first ``full_recompute_num_layers`` layers recompute whole;
-            ``"uniform"``: every layer does. Without it, a count means ``"block"``.
+            ``"uniform"``: every layer does, in chunks. Without it, a count means ``"block"``.
         recompute_num_layers: the sources' bare name; taken where one feature alone can be meant.
-        full_recompute_num_layers: how many whole layers recompute. With ``"uniform"`` only 1 (layers a chunk).
+        full_recompute_num_layers: how many whole layers recompute. With ``"uniform"``: layers a chunk (default 1), of
+            which the first one's input alone is kept; the last chunk may be smaller.
         swap_attention: move what self-attention saves to the lower tier and back.
         swap_modules: what moves instead; names or patterns of sub-modules. The documents' names ``input_norm``,
             ``self_attention`` and ``post_attention_norm`` are understood in every model.
@@ -178,6 +179,17 @@ class MemoryConfig:
         return (self.recompute_num_layers or 0) if self.recompute_method is not None else 0
 
     @property
+    def chunk_layers(self) -> int:
+        """Over how many layers one kept input stands, where every layer recomputes whole."""
+        if self.recompute_method != "uniform":
+            return 1
+        return self._whole_count() or 1
+
+    def _whole_count(self) -> int | None:
+        bare = self.recompute_num_layers if self.recompute_method is not None and not self.swap_attention else None
+        return bare if self.full_recompute_num_layers is None else self.full_recompute_num_layers
+
+    @property
     def fully_connected_layers(self) -> int:
         """Of how many layers the fully connected part recomputes beside swap attention."""
         if self.swap_attention_recompute_num_layers is not None:
@@ -205,7 +217,6 @@ class MemoryConfig:
 
         Raises:
             ConfigError: the combination cannot be met, or a field would have no effect.
-            UnsupportedError: ``uniform`` over chunks of more than one layer.
 
         >>> MemoryConfig(swap_attention=True).validate().swaps
         True
@@ -245,9 +256,7 @@ class MemoryConfig:
             )
 
     def _check_method(self) -> None:
-        whole = self.full_recompute_num_layers
-        if whole is None and self.recompute_method is not None and not self.swap_attention:
-            whole = self.recompute_num_layers
+        whole = self._whole_count()
         if self.recompute_method == "block" and whole is None:
             raise _refuse(
                 "the number of layers is missing",
@@ -258,15 +267,13 @@ class MemoryConfig:
             )
         if self.recompute_method != "uniform":
             return
-        if whole not in {None, 1}:
-            raise UnsupportedError(
-                explain(
-                    "chunks of several layers, of which the first input alone is kept, are no modules to wrap",
-                    expected="recompute_method='block', or 'uniform' with full_recompute_num_layers=1",
-                    got=f"uniform with {whole}",
-                    where="full_recompute_num_layers",
-                    remedy="Use 1: every layer keeps its input. swap_inputs moves these inputs to the host.",
-                )
+        if whole == 0:
+            raise _refuse(
+                "a chunk holds no layer",
+                expected="at least 1, or nothing for 1",
+                got="uniform with 0",
+                where="full_recompute_num_layers",
+                remedy="Give the layers a chunk, or leave recompute_method out to recompute none.",
             )
         for name in ("recompute_activation_function", "recompute_norm"):
             if getattr(self, name):
@@ -316,6 +323,14 @@ class MemoryConfig:
                 got=repr(self.swap_schedule),
                 where="swap_schedule",
                 remedy="Leave swap_schedule out.",
+            )
+        if self.chunk_layers > 1:
+            raise _refuse(
+                "swap_layer_input moves what enters every layer, and of a chunk the first input alone is kept",
+                expected="chunks of one layer",
+                got=f"uniform with {self.chunk_layers}",
+                where="swap_layer_input",
+                remedy="Use swap_inputs, which moves the first input of each chunk, or full_recompute_num_layers=1.",
             )
         if self.swap_inputs:
             raise _refuse(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from lowtide.activations.links import Chunk, Place
 from lowtide.errors import ConfigError, LowtideWarning, explain
 from lowtide.recipes.activation_function import find_holders, frees_nothing
 from lowtide.recipes.attention import find_fully_connected, find_norms, find_swapped
@@ -47,6 +48,7 @@ class LayerPlan:
     """What one layer gets."""
 
     layer: Found
+    place: Place | None = None  # in a chunk of several layers
     wraps: list[Wrap] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -97,10 +99,35 @@ def make_plan(model: nn.Module, config: MemoryConfig) -> list[LayerPlan]:
     for index, plan in enumerate(plans):
         if numbers.whole(index):
             plan.add(plan.layer, Role.WHOLE_LAYER)
+    if config.chunk_layers > 1:
+        _plan_chunks(plans, config.chunk_layers)
     _plan_parts(plans, config, numbers)
     for plan in plans:
         _check_nesting(plan)
     return plans
+
+
+def _plan_chunks(plans: Sequence[LayerPlan], size: int) -> None:
+    """Give each layer its place in a chunk; an encoder's layers and a decoder's share none."""
+    lists: dict[str, list[LayerPlan]] = {}
+    for plan in plans:
+        lists.setdefault(plan.layer.name.rpartition(".")[0], []).append(plan)
+    longest = max(map(len, lists.values()))
+    if size > longest:
+        raise ConfigError(
+            explain(
+                "a chunk of more layers than there are",
+                expected=f"at most {longest} (layers of the longest list in this model or pipeline stage)",
+                got=str(size),
+                where="full_recompute_num_layers with recompute_method='uniform'",
+                remedy=f"Use {longest} to keep one input for all of them.",
+            )
+        )
+    for layers in lists.values():
+        for first in range(0, len(layers), size):
+            members, chunk = layers[first : first + size], Chunk()
+            for index, plan in enumerate(members):
+                plan.place = Place(chunk, index, len(members))
 
 
 class _Numbers:
