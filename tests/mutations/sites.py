@@ -31,6 +31,9 @@ FILES = (
     "activations/replay.py",
     "activations/call_mode.py",
     "activations/inplace.py",
+    "activations/links.py",
+    "optim/pipeline.py",
+    "optim/segment.py",
 )
 
 # Of these files only the classes that the accelerator's path uses.

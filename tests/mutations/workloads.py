@@ -19,6 +19,7 @@ from .edges import EDGES
 from .handmade import HANDMADE
 from .kit import Kit, Tapped, made, train
 from .parts import Even, Pauses
+from .stepped import STEPPED
 
 __all__ = ["WORKLOADS", "Workload"]
 
@@ -425,4 +426,5 @@ WORKLOADS: dict[str, Workload] = {
     "budget": budget,
     **HANDMADE,
     **EDGES,
+    **STEPPED,
 }

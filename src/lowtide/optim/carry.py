@@ -5,7 +5,7 @@ Law: one segment at a time; the device never holds more than it did.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,17 +16,19 @@ from lowtide.optim.parameter import SteppedParameter
 from lowtide.optim.segment import IN_SEGMENT, HeldSegment, row_in
 from lowtide.optim.tensors import is_sharded
 
-__all__ = ["export_state", "import_states", "kept_bytes"]
+__all__ = ["Place", "export_state", "import_states", "kept_bytes"]
 
 Tensor = torch.Tensor
+# Where a piece of a parameter lies.
+Place = tuple[HeldSegment, int]
 
 
-def export_state(parameter: SteppedParameter) -> dict[str, Any] | None:
+def export_state(parameter: SteppedParameter, places: Sequence[Place]) -> dict[str, Any] | None:
     """A parameter's state as the plain optimizer's: arrays with its shape and strides, in host memory; None without.
 
     With a master, its float32 value is ``state["master_param"]``.
     """
-    pieces = [_read_piece(segment, number) for segment, number in parameter.places]
+    pieces = [_read_piece(segment, number) for segment, number in places]
     first = pieces[0]
     if first is None:
         return None

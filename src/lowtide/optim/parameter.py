@@ -14,14 +14,11 @@ from lowtide.errors import UnsupportedError, explain
 from lowtide.optim.kinds import StateSpec
 from lowtide.optim.layout import Array, Demand, Piece
 from lowtide.optim.masters import MASTER, Masters
-from lowtide.optim.segment import HeldSegment
 from lowtide.optim.tensors import dense_strides, flat_view, in_order_of, is_sharded, local_part
 
-__all__ = ["Place", "SteppedParameter"]
+__all__ = ["SteppedParameter"]
 
 Tensor = torch.Tensor
-
-Place = tuple[HeldSegment, int]
 
 
 class SteppedParameter:
@@ -61,7 +58,6 @@ class SteppedParameter:
             *masters.arrays,
             *(Array(key, dtype, shape) for key, (dtype, shape) in spec.arrays.items() if key in moving),
         )
-        self.places: list[Place] = []
 
     def demand(self, number: int) -> Demand:
         """What the layout must find room for."""

@@ -16,7 +16,7 @@ import torch
 from lowtide import device
 from lowtide.errors import ConfigError, StateError, TierError, UnsupportedError, explain
 from lowtide.optim import residual
-from lowtide.optim.carry import export_state, import_states, kept_bytes
+from lowtide.optim.carry import Place, export_state, import_states, kept_bytes
 from lowtide.optim.kinds import Kind, StateSpec, kind_of, spec_from_state, spec_of
 from lowtide.optim.layout import Layout, plan
 from lowtide.optim.masters import MASTER, choose
@@ -101,7 +101,10 @@ class SwapOptimizer(WrappedOptimizer):
         self._notes = [] if note is None else [note]
         self._parameters: list[SteppedParameter] = []
         self._by_id: dict[int, SteppedParameter] = {}
+        # A segment knows the parameters of its pieces; where a parameter's pieces lie is known here, so that nothing
+        # that holds bytes is part of a cycle.
         self._segments: list[HeldSegment] = []
+        self._places: dict[int, list[Place]] = {}
         self._layouts: list[Layout] = []
         self._half: _HalfStep | None = None
         self._steps = self._loaded = self._stored = self._peak = 0
@@ -184,7 +187,7 @@ class SwapOptimizer(WrappedOptimizer):
                 held = HeldSegment(segment, owners, where, carrier, f"optimizer segment {len(self._segments)}")
                 self._segments.append(held)
                 for i, piece in held.numbered():
-                    here[piece.parameter].places.append((held, i))
+                    self._places.setdefault(id(here[piece.parameter]), []).append((held, i))
             self._layouts.append(layout)
 
     def _carrier(self, where: torch.device) -> Carrier | None:
@@ -275,7 +278,7 @@ class SwapOptimizer(WrappedOptimizer):
     # ---- state ---------------------------------------------------------------------------------
 
     def _with_state(self) -> list[Tensor]:
-        return [p.parameter for p in self._parameters if any(s.states[i] is not None for s, i in p.places)]
+        return [p.parameter for p in self._parameters if any(s.states[i] is not None for s, i in self._places[id(p)])]
 
     def _export(self, parameter: Tensor) -> dict[str, Any] | None:
         planned = self._by_id.get(id(parameter))
@@ -291,7 +294,7 @@ class SwapOptimizer(WrappedOptimizer):
                     remedy="Call step() again with the same gradients: it goes on where it stopped.",
                 )
             )
-        return export_state(planned)
+        return export_state(planned, self._places[id(planned)])
 
     def _import(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
         import_states(self._segments, states)

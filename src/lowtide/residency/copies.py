@@ -204,6 +204,15 @@ class _StreamCopy:
         self.wait()
 
 
+class _HostWrite:
+    """Bytes that the host wrote to pinned memory itself: whatever reads them is queued after that."""
+
+    __slots__ = ()
+
+    def wait(self) -> None:
+        """Nothing."""
+
+
 class PinnedCarrier:
     """Moves between an accelerator and pinned host memory, one stream a direction."""
 
@@ -266,9 +275,7 @@ class PinnedCarrier:
         if buffer.ready is not None:
             buffer.ready.synchronize()  # type: ignore[attr-defined]
         buffer.tensor.copy_(source)
-        # Whoever reads it next on a stream is ordered after an event, as after any other way down.
-        event = device.record_event(device.current_stream(self._device))
-        return buffer, _StreamCopy(event, self._device, ())
+        return buffer, _HostWrite()
 
     def peek(self, slot: HostBuffer, out: Copy) -> Tensor:
         """See :class:`Carrier`."""

@@ -1,0 +1,145 @@
+"""Programs about an optimizer whose state moves, and about layers that recompute in chunks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .kit import Kit, expect, train
+
+__all__ = ["STEPPED"]
+
+
+class Rows(nn.Module):
+    """Parameters large enough for several segments each, without a model around them."""
+
+    def __init__(self, kit: Kit, dtype: torch.dtype) -> None:
+        super().__init__()
+        values = torch.arange(90_000, dtype=torch.float32, device=kit.device).mul_(0.37).sin_()
+        self.rows = nn.ParameterList(values.add(k).sin().to(dtype) for k in range(3))
+
+    def give_gradients(self, step: int) -> None:
+        for number, row in enumerate(self.rows):
+            row.grad = row.detach().mul(0.5).add_(0.01 * (step + number))
+
+
+def _optimizer(kit: Kit, model: nn.Module, **options: Any) -> Any:
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    if kit.plain:
+        return inner
+    import lowtide
+
+    return lowtide.swap_optimizer(inner, swap_times=5, **options)
+
+
+def _steps(kit: Kit, model: Rows, optimizer: Any, steps: range, *, skips: bool = False) -> None:
+    for step in steps:
+        model.give_gradients(step)
+        if skips and step % 2:
+            model.rows[1].grad = None
+        optimizer.step()
+        kit.note(*(row.float() for row in model.rows))
+        model.zero_grad()
+        kit.mark()
+
+
+def swapped_state(kit: Kit) -> None:
+    """State moves through a window of two buckets; in every second step one parameter has no gradient."""
+    model = Rows(kit, torch.float32)
+    _steps(kit, model, _optimizer(kit, model), range(5), skips=True)
+
+
+def swapped_beside_activations(kit: Kit) -> None:
+    """A model's activations and its optimizer's state go through the same carrier and the same buffers."""
+    model = kit.gpt()
+    if not kit.plain:
+        import lowtide
+
+        for layer in model.layers:
+            lowtide.swap_wrapper(layer)
+        lowtide.auto(model)
+    optimizer = _optimizer(kit, model)
+    for batch in kit.batches(3):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        kit.note(*model.parameters())
+        kit.mark()
+
+
+def saved_and_loaded(kit: Kit) -> None:
+    """State is read in host memory as soon as it has been told to leave; it is loaded while copies run, and stepped."""
+    model = Rows(kit, torch.float32)
+    optimizer = _optimizer(kit, model)
+    kit.exact = False
+    _steps(kit, model, optimizer, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    kit.note(*(state["exp_avg"].to(kit.device) for state in saved["state"].values()))
+    for step in range(2, 6, 2):
+        _steps(kit, model, optimizer, range(step, step + 2))
+        optimizer.load_state_dict(saved)
+    if not kit.plain:
+        from lowtide.errors import StateError
+
+        expect(StateError, optimizer._segments[0]._swap.get_val)
+        optimizer.unwrap()
+
+
+def failing(kit: Kit) -> None:
+    """A step ends with an error in its midst, what was on its way goes back, and the same step goes on."""
+    model = Rows(kit, torch.float32)
+    optimizer = _optimizer(kit, model)
+    kit.exact = False
+    _steps(kit, model, optimizer, range(2))
+    model.give_gradients(2)
+    if not kit.plain:
+        _fail_at(kit, optimizer, 4)
+    optimizer.step()
+    kit.note(*(row.float() for row in model.rows))
+    model.zero_grad()
+    _steps(kit, model, optimizer, range(3, 5))
+
+
+def _fail_at(kit: Kit, optimizer: Any, number: int) -> None:
+    from lowtide.optim import swap
+
+    update, left = swap.update_segment, [number]
+
+    def fails(*args: Any) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise torch.OutOfMemoryError("no memory for a temporary")
+        update(*args)
+
+    swap.update_segment = fails
+    try:
+        expect(torch.OutOfMemoryError, optimizer.step)
+    finally:
+        swap.update_segment = update
+    kit.check(not any(segment.is_resident for segment in optimizer._segments), "all that was on its way is back")
+
+
+def chunks(kit: Kit) -> None:
+    """Layers recompute in chunks of three, of which the first one's input moves."""
+    model = kit.gpt(layers=6)
+    if not kit.plain:
+        import lowtide
+
+        config = lowtide.MemoryConfig(
+            recompute_method="uniform", full_recompute_num_layers=3, swap_inputs=True, layer_modules="layers.*"
+        )
+        lowtide.apply(model, config)
+    train(kit, model)
+
+
+STEPPED: dict[str, Callable[[Kit], None]] = {
+    "optimizer": swapped_state,
+    "optimizer beside activations": swapped_beside_activations,
+    "optimizer saved": saved_and_loaded,
+    "optimizer failing": failing,
+    "chunks": chunks,
+}
