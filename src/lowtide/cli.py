@@ -153,6 +153,51 @@ def bench_sim(
     )
 
 
+@benches.command("optimizer")
+def bench_optimizer(
+    *,
+    elements: Annotated[int, typer.Option(min=1, help="Parameters, in matrices of 2**20.")] = 25_000_000,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps of each mode that are timed.")] = 5,
+    json: Json = None,
+) -> None:
+    """Step AdamW plain and with swapped state, side by side on this machine's CPU."""
+    _quiet_profiler()
+    from lowtide.bench import optimizer as part  # noqa: PLC0415
+
+    raise typer.Exit(part.run(elements, json, rounds=rounds))
+
+
+@benches.command("sim-optimizer")
+def bench_sim_optimizer(
+    *,
+    device: Device = "h100-80gb",
+    model: Annotated[str, typer.Option(help="llama-7b, llama-8b-gqa, llama-70b or tiny-llama.")] = "llama-7b",
+    layers: Annotated[Optional[int], typer.Option(min=1, help="The model's own number if not given.")] = None,  # noqa: UP045
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 1,
+    accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 8,
+    swap_times: Annotated[int, typer.Option(min=1, help="Buckets of a step.")] = 16,
+    link: Annotated[Optional[float], typer.Option(metavar="GB/s", help="Each way, for the description's.")] = None,  # noqa: UP045
+    json: Json = None,
+) -> None:
+    """Step a model's AdamW on a simulated device, plain and with swapped state: virtual times, exact bytes."""
+    from lowtide.bench import sim_optimizer as part  # noqa: PLC0415
+
+    raise typer.Exit(
+        part.run(
+            device,
+            model,
+            json,
+            layers=layers,
+            seq=seq,
+            batch=batch,
+            accumulation=accumulation,
+            swap_times=swap_times,
+            link=link,
+        )
+    )
+
+
 @app.command()
 def simulate(
     script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A training script of your own.")],

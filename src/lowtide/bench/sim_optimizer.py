@@ -1,0 +1,207 @@
+"""``lowtide bench sim-optimizer``: the optimizer of a real model on a simulated device, plain and swapped.
+
+Law: no kernel runs and nothing is timed by the clock on the wall. The floor is that of the link: the bytes that a
+parameter needs in each direction, by the direction's bandwidth. ``peak`` is what a step holds beside what is there
+between two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import lowtide
+import lowtide.sim
+from lowtide.bench.sim_models import MODELS
+from lowtide.bench.sim_step import Work
+from lowtide.errors import LowtideError, explain
+from lowtide.measure import Record, write_records
+from lowtide.optim.swap import SwapOptimizer
+from lowtide.sim import Simulator
+
+__all__ = ["run"]
+
+BENCH = "bench sim-optimizer"
+GIB = 1 << 30
+PLAIN = "masters stay"
+
+
+@dataclass(frozen=True)
+class _Mode:
+    """How masters and state are kept, and the bytes of a parameter that must cross the link each way."""
+
+    name: str
+    master: str
+    tier: str | None
+    moving: int
+
+
+_MODES = (
+    _Mode(PLAIN, "fp32", "device", 0),
+    _Mode("masters and state swapped", "fp32", None, 12),
+    _Mode("residual and state swapped", "residual", None, 10),
+)
+
+
+@dataclass(frozen=True)
+class _Stepped:
+    """One step of the optimizer: virtual seconds, bytes at its peak and between steps, beside weights and gradients."""
+
+    seconds: float
+    out: float
+    inward: float
+    peak: int
+    resident: int
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What all modes share: parameters with gradients, a micro-batch's seconds, and the link's bytes a second."""
+
+    sim: Simulator
+    parameters: list[nn.Parameter]
+    micro_batch: float
+    accumulation: int
+    rate: float
+    swap_times: int
+
+    @property
+    def elements(self) -> int:
+        return sum(p.numel() for p in self.parameters)
+
+
+def _micro_batch(work: Work, sim: Simulator) -> float:
+    """Seconds of a forward and a backward in which every layer recomputes."""
+    for layer in work.model.blocks:
+        lowtide.checkpoint_wrapper(layer)
+    for _ in range(2):
+        work.clear()
+        sim.synchronize()
+        sim.reset()
+        work.model(work.inputs).backward(work.gradient)
+    seconds = sim.synchronize()
+    for layer in work.model.blocks:
+        lowtide.unwrap(layer)
+    work.clear()
+    return seconds
+
+
+def _measured(setting: _Setting, mode: _Mode) -> tuple[_Stepped, SwapOptimizer]:
+    """The third step: the first makes the state, the second starts from it."""
+    sim = setting.sim
+    sim.synchronize()
+    own = sim.memory().active
+    inner = torch.optim.AdamW(setting.parameters, lr=1e-3, fused=True)
+    optimizer = lowtide.swap_optimizer(inner, master=mode.master, tier=mode.tier, swap_times=setting.swap_times)
+    for _ in range(2):
+        optimizer.step()
+    sim.synchronize()
+    sim.reset()
+    sim.reset_peaks()
+    resident = sim.memory().active
+    optimizer.step()
+    seconds = sim.synchronize()
+    busy = sim.busy()
+    peak = sim.memory().peak_active - resident
+    return _Stepped(seconds, busy.out, busy.inward, peak, resident - own), optimizer
+
+
+def _figures(setting: _Setting, mode: _Mode, plain: _Stepped | None) -> tuple[_Stepped, dict[str, tuple[float, str]]]:
+    seen, optimizer = _measured(setting, mode)
+    report = optimizer.report()
+    elements = setting.elements
+    floor = mode.moving * elements / setting.rate
+    batches = setting.accumulation * setting.micro_batch
+    found: dict[str, tuple[float, str]] = {
+        "step_seconds": (seen.seconds, "s"),
+        "floor_seconds": (floor, "s"),
+        "over_floor": (seen.seconds / floor - 1 if floor else 0.0, "ratio"),
+        "peak_bytes": (seen.peak, "B"),
+        "two_buckets_bytes": (report.window_bytes if mode.tier is None else 0, "B"),
+        "over_plain_with_accumulation": (
+            (batches + seen.seconds) / (batches + (plain or seen).seconds) - 1,
+            "ratio",
+        ),
+        "resident_bytes_a_parameter": (seen.resident / elements, "B"),
+        "moving_bytes_a_parameter": (report.moving_bytes / elements, "B"),
+        "out_utilisation": (seen.out / seen.seconds, "ratio"),
+        "in_utilisation": (seen.inward / seen.seconds, "ratio"),
+        "micro_batch_seconds": (setting.micro_batch, "s"),
+    }
+    return seen, found
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value * 1e3:.1f}"
+
+
+def _share(value: float) -> str:
+    return f"{value * 100:.2f} %"
+
+
+_COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "step_seconds": ("step, ms", _milliseconds),
+    "floor_seconds": ("link floor, ms", _milliseconds),
+    "over_floor": ("over floor", _share),
+    "peak_bytes": ("peak, GiB", lambda value: f"{value / GIB:.3f}"),
+    "two_buckets_bytes": ("two buckets, GiB", lambda value: f"{value / GIB:.3f}"),
+    "resident_bytes_a_parameter": ("resident, B a parameter", "{:.3f}".format),
+    "over_plain_with_accumulation": ("whole step over plain", _share),
+}
+
+
+def _measure(setting: _Setting) -> Iterator[tuple[str, dict[str, tuple[float, str]]]]:
+    plain: _Stepped | None = None
+    for mode in _MODES:
+        seen, figures = _figures(setting, mode, plain)
+        plain = plain or seen
+        yield mode.name, figures
+
+
+def run(
+    device: str,
+    model: str,
+    json: Path | None,
+    *,
+    layers: int | None,
+    seq: int,
+    batch: int,
+    accumulation: int,
+    swap_times: int,
+    link: float | None,
+) -> int:
+    """Measure every mode, print a table, and write records. Memory is taken to be enough for the plain one."""
+    if model not in MODELS:
+        raise LowtideError(
+            explain("unknown model", expected=f"one of {', '.join(MODELS)}", got=model, where=BENCH, remedy="Name one.")
+        )
+    shape = MODELS[model] if layers is None else MODELS[model].with_layers(layers)
+    sim = lowtide.sim.start(device, compute=False, capacity=1 << 60)
+    rate = link * 1e9 if link is not None else min(sim.description.link_out, sim.description.link_in)
+    sim.set(link_out=rate, link_in=rate)
+    work = Work.build(shape, seq, batch, ends=True)
+    micro_batch = _micro_batch(work, sim)
+    parameters = list(work.model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    setting = _Setting(sim, parameters, micro_batch, accumulation, rate, swap_times)
+    table = Table(title=f"{model}, {setting.elements / 1e9:.2f} billion bf16 parameters, {device}: simulated")
+    table.add_column("AdamW, fused")
+    for title, _ in _COLUMNS.values():
+        table.add_column(title, justify="right")
+    found: list[Record] = []
+    for name, figures in _measure(setting):
+        table.add_row(name, *(shown(figures[metric][0]) for metric, (_, shown) in _COLUMNS.items()))
+        found += [
+            Record(BENCH, f"{model} on {device}", name, key, value, unit) for key, (value, unit) in figures.items()
+        ]
+    Console().print(table)
+    if json is not None:
+        write_records(json, found)
+    return 0
