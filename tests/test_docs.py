@@ -48,6 +48,7 @@ FOR_USERS = {
     "Storage": [*_DRIVEN, "swap", "save", "tensors", "nbytes"],
     "SwapGroup": [*_DRIVEN, "add"],
     "SwapManager": [*_DRIVEN, *_ROUTED, "add_storage", "configure", "reset", "lower_bytes"],
+    "SharedMasters": ["to_bf16", "to_fp32"],
     "SwapOptimizer": ["report", "unwrap"],
     "SwapTensor": [*_MOVED, "get_val", "state", "nbytes", "held_elsewhere"],
 }

@@ -27,6 +27,7 @@ EXPORTS = {
     "MemoryConfig",
     "Report",
     "SelectiveCheckpointContext",
+    "SharedMasters",
     "Storage",
     "SwapGroup",
     "SwapLayerInputManager",

@@ -23,6 +23,7 @@ from lowtide.activations.discard import CheckpointWithoutOutput
 from lowtide.activations.function_node import pure
 from lowtide.activations.wrappers import Auto, auto, checkpoint_wrapper, regions_of, swap_wrapper, unwrap
 from lowtide.optim.reuse import reuse_fp32_param
+from lowtide.optim.shared import SharedMasters
 from lowtide.optim.swap import SwapOptimizer, SwapOptimizerReport, swap_optimizer
 from lowtide.policy import (
     CheckpointPolicy,
@@ -66,6 +67,7 @@ __all__ = [
     "MemoryConfig",
     "Report",
     "SelectiveCheckpointContext",
+    "SharedMasters",
     "Storage",
     "SwapGroup",
     "SwapLayerInputManager",

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import lowtide
 from lowtide import SwapManager
 
 from .wraps import PolicyWay, Way, policy_ways, ways
@@ -143,3 +144,25 @@ def test_groups(way: Way) -> None:
     for early in ("['wait_offload']", "['wait_load']", "['launch_load']"):
         assert notes[early].startswith("StateError"), (early, notes[early])
     assert notes["unknown"].startswith("ScheduleError"), notes["unknown"]
+
+
+OPTIMIZERS = {
+    "swapped": lambda optimizer: lowtide.swap_optimizer(optimizer, swap_times=3),
+    "whole tensors": lambda optimizer: lowtide.swap_optimizer(optimizer, elementwise=False),
+    "one bucket": lambda optimizer: lowtide.swap_optimizer(optimizer, swap_times=1),
+    "on the device": lambda optimizer: lowtide.swap_optimizer(optimizer, tier="device"),
+}
+
+
+@pytest.mark.values
+@pytest.mark.parametrize("way", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", ["c50_optimizer_is_an_optimizer", "c52_optimizer_resume", "c54_optimizer_skipped_step"]
+)
+def test_optimizers(name: str, way: str) -> None:
+    _program(name).run(OPTIMIZERS[way])
+
+
+@pytest.mark.values
+def test_shared_storage() -> None:
+    _program("c58_bf16_training").run(lowtide.SharedMasters)

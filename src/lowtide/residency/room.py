@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -18,10 +19,21 @@ from lowtide import device
 from lowtide.errors import CapacityError, explain
 from lowtide.residency.copies import Settings
 
-__all__ = ["available_host_bytes", "demand_room"]
+__all__ = ["assuming_host_bytes", "available_host_bytes", "demand_room"]
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
+_assumed: list[int] = []
+
+
+@contextmanager
+def assuming_host_bytes(nbytes: int) -> Iterator[None]:
+    """In the body a device's host has so many bytes left: the machine is described, and nothing is written to it."""
+    _assumed.append(nbytes)
+    try:
+        yield
+    finally:
+        _assumed.pop()
 
 
 def available_host_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int | None:
@@ -102,7 +114,7 @@ def _limits(settings: Settings, *, on_host: bool) -> Iterator[tuple[int, str, st
     if settings.host_bytes is not None:
         yield settings.host_bytes, "host_bytes", "Raise SwapManager().configure(host_bytes=...)."
     if on_host:
-        there = available_host_bytes()
+        there = _assumed[-1] if _assumed else available_host_bytes()
         if there is not None:
             yield there, "host memory that is available", "Give the process more memory."
         return
