@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .kit import Kit, expect, train
 
@@ -136,10 +136,68 @@ def chunks(kit: Kit) -> None:
     train(kit, model)
 
 
+class Reads(nn.Module):
+    """A layer that saves its own output, and reads what an earlier layer made besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
+        x = self.second(self.first(x).sin())
+        return (x if skip is None else x * skip).tanh()
+
+
+class Skips(nn.Module):
+    """Layers of which each reads the output of the one before, and of the one before that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Reads() for _ in range(6))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        made = [x.cos()]
+        for layer in self.layers:
+            made.append(layer(made[-1], made[-2] if len(made) > 1 else None))
+        return made
+
+
+def chunks_read_again(kit: Kit) -> None:
+    """Outputs of a chunk's layers are read twice, in whole backwards, in parts, with graphs that stay or die."""
+    torch.manual_seed(3)
+    model = Skips().to(kit.device)
+    if not kit.plain:
+        import lowtide
+
+        kit.configure(min_bytes=0)
+        config = lowtide.MemoryConfig(
+            recompute_method="uniform", full_recompute_num_layers=3, swap_inputs=True, layer_modules="layers.*"
+        )
+        lowtide.apply(model, config)
+    for drops in (False, True):
+        x = torch.linspace(0, 9, 128 * 64, device=kit.device).view(128, 64).requires_grad_()
+        made = model(x)
+        kit.mark()
+        if drops:
+            made.pop()
+        loss = made[-1].square().mean()
+        del made
+        kit.mark()
+        kit.note(*torch.autograd.grad(loss, list(model.layers[4].parameters()), retain_graph=True))
+        kit.mark()
+        for keep in (True, False):
+            loss.backward(retain_graph=keep)
+            kit.mark()
+        del loss
+        kit.note(x.grad)
+        kit.note_gradients(model)
+
+
 STEPPED: dict[str, Callable[[Kit], None]] = {
     "optimizer": swapped_state,
     "optimizer beside activations": swapped_beside_activations,
     "optimizer saved": saved_and_loaded,
     "optimizer failing": failing,
     "chunks": chunks,
+    "chunks read again": chunks_read_again,
 }

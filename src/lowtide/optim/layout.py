@@ -181,8 +181,9 @@ def _ends_of_own_segments(demand: Demand, largest: int) -> Iterator[int]:
     while size >= max(largest // REST, SMALLEST // REST) and demand.bits_each:
         # In multiples of what makes every array, a mask of bits too, end where the next may begin.
         fits = 8 * (size - demand.bytes_once) // demand.bits_each // _STEP * _STEP
-        whole = demand.nbytes(demand.numel - start) <= size
-        if whole and demand.nbytes(demand.numel - start) > size // 2:
+        rest = demand.nbytes(demand.numel - start)
+        whole = rest <= size
+        if whole and rest > size - size // REST:
             yield demand.numel
             return
         if whole or fits <= 0:
