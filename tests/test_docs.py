@@ -40,6 +40,7 @@ FOR_USERS = {
     "Applied": ["undo"],
     "Auto": ["undo"],
     "CheckpointWithoutOutput": ["checkpoint", "discard_output", "discard_output_and_register_recompute", "recompute"],
+    "CpuOptimizer": ["clip_grad_norm_", "report", "unwrap"],
     "LayerInputs": ["managers", "undo"],
     "SwapLayerInputManager": ["batch_stack", "configure", "forget"],
     "SwapTensors": ["add_tensor", "swap_to_host", "wait_d2h", "swap_to_device", "wait_h2d", "stat", "tensor_cpus"],

@@ -22,6 +22,7 @@ from lowtide.activations.call_mode import create_selective_checkpoint_contexts
 from lowtide.activations.discard import CheckpointWithoutOutput
 from lowtide.activations.function_node import pure
 from lowtide.activations.wrappers import Auto, auto, checkpoint_wrapper, regions_of, swap_wrapper, unwrap
+from lowtide.optim.cpu import CpuOptimizer, CpuOptimizerReport, cpu_optimizer
 from lowtide.optim.reuse import reuse_fp32_param
 from lowtide.optim.shared import SharedMasters
 from lowtide.optim.swap import SwapOptimizer, SwapOptimizerReport, swap_optimizer
@@ -63,6 +64,8 @@ __all__ = [
     "Auto",
     "CheckpointPolicy",
     "CheckpointWithoutOutput",
+    "CpuOptimizer",
+    "CpuOptimizerReport",
     "LayerInputs",
     "MemoryConfig",
     "Report",
@@ -80,6 +83,7 @@ __all__ = [
     "apply",
     "auto",
     "checkpoint_wrapper",
+    "cpu_optimizer",
     "create_selective_checkpoint_contexts",
     "errors",
     "is_valid_for_swap",

@@ -193,11 +193,63 @@ def chunks_read_again(kit: Kit) -> None:
         kit.note_gradients(model)
 
 
+class Scale(nn.Module):
+    """Saves its input and nothing else; a second product reads the same input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.aside = (nn.Parameter(torch.ones(64)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * self.main, (x * self.aside).mean()
+
+
+class Scales(nn.Module):
+    """Layers whose outputs their own backward does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scale() for _ in range(6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        asides = []
+        for layer in self.layers:
+            x, aside = layer(x)
+            asides.append(aside)
+        return x, torch.stack(asides).sum()
+
+
+def chunks_of_products(kit: Kit) -> None:
+    """What a chunk's layers hand on is all there is: the peak is made of it, and so is what stays too long."""
+    model = Scales().to(kit.device)
+    if not kit.plain:
+        import lowtide
+
+        kit.configure(min_bytes=0)
+        config = lowtide.MemoryConfig(
+            recompute_method="uniform", full_recompute_num_layers=3, swap_inputs=True, layer_modules="layers.*"
+        )
+        lowtide.apply(model, config)
+    asides = [layer.aside for layer in model.layers]
+    for keep in (False, True):
+        x = torch.linspace(0, 9, 256 * 64, device=kit.device).view(256, 64)
+        out, aside = model(x)
+        kit.note(out.grad_fn._saved_self)  # type: ignore[union-attr]
+        kit.mark()
+        out.square().mean().backward(retain_graph=keep)
+        kit.mark()
+        # What the first backward has not read is still there.
+        kit.note(*torch.autograd.grad(aside, asides))
+        del out, aside
+        kit.note_gradients(model)
+
+
 STEPPED: dict[str, Callable[[Kit], None]] = {
     "optimizer": swapped_state,
     "optimizer beside activations": swapped_beside_activations,
     "optimizer saved": saved_and_loaded,
     "optimizer failing": failing,
     "chunks": chunks,
+    "chunks of products": chunks_of_products,
     "chunks read again": chunks_read_again,
 }

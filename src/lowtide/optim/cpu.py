@@ -1,0 +1,422 @@
+"""``cpu_optimizer``: masters, state and gradients in host memory, and the step there too.
+
+Law: parameters, masters and state have the bits that the optimizer inside gives when it steps float32 masters on the
+CPU. Gradients leave the device while backward runs, one by one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide import device
+from lowtide.errors import ConfigError, StateError, UnsupportedError, explain
+from lowtide.optim.gradients import Lanes, Slabs
+from lowtide.optim.host_row import HostRow, Offload, batches_of, demand_host_room, offload
+from lowtide.optim.kinds import Kind, StateSpec, kind_of, spec_from_state, spec_of
+from lowtide.optim.masters import MASTER, choose
+from lowtide.optim.tensors import is_sharded, local_part
+from lowtide.optim.worker import Worker
+from lowtide.optim.wrapper import WrappedOptimizer
+
+__all__ = ["CpuOptimizer", "CpuOptimizerReport", "cpu_optimizer"]
+
+Tensor = torch.Tensor
+
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class CpuOptimizerReport:
+    """What a :class:`CpuOptimizer` holds in host memory and moves; bytes.
+
+    ``host_bytes`` are in masters, state and gradients now, ``pinned_bytes`` the page-locked blocks that some of it is
+    in. ``down_bytes`` are gradients that left the device so far, ``up_bytes`` parameters that came back.
+    """
+
+    parameters: int
+    host_bytes: int
+    pinned_bytes: int
+    down_bytes: int
+    up_bytes: int
+    steps: int
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        mib = 1 << 20
+        held = f"{self.host_bytes / mib:.1f} MiB of {self.parameters} parameters in host memory"
+        moved = f"{self.down_bytes / mib:.1f} MiB down, {self.up_bytes / mib:.1f} MiB up"
+        return "\n".join([held, f"{self.steps} steps, {moved}", *self.notes])
+
+
+class CpuOptimizer(WrappedOptimizer):
+    """See :func:`cpu_optimizer`, which makes it."""
+
+    def __init__(self, inner: torch.optim.Optimizer, *, master: str | None = "fp32", grad_offload: bool = True) -> None:
+        _check(master, grad_offload)
+        super().__init__(inner)
+        self._master = master
+        self._grad_offload = grad_offload
+        self._kind, note = kind_of(inner, elementwise=None, where="cpu_optimizer")
+        self._notes = () if note is None else (note,)
+        self._rows: list[HostRow] = []
+        self._by_id: dict[int, HostRow] = {}
+        self._lanes = Lanes()
+        self._slabs: list[Slabs] = []
+        # Torch keeps a hook with the parameter, and the parameter may outlive this optimizer.
+        self._handles: list[Any] = []
+        self._unhook = weakref.finalize(self, _remove, self._handles)
+        self._unhook.atexit = False
+        self._steps = 0
+        states = dict(inner.state)
+        self._add(self._plan(range(len(self.param_groups)), states))
+        self._import(states)
+        inner.state.clear()
+        self._take_over()
+
+    # ---- planning ------------------------------------------------------------------------------
+
+    def _plan(self, groups: Sequence[int], states: Mapping[Tensor, Any]) -> list[HostRow]:
+        rows = []
+        for number in groups:
+            group = self.param_groups[number]
+            if group.get("capturable"):
+                raise _no_capture()
+            parameters = group["params"]
+            names = group.get("param_names") or [f"parameter {i} of group {number}" for i in range(len(parameters))]
+            for name, parameter in zip(names, parameters, strict=True):
+                _demand_whole(parameter, self._kind, name)
+                stepped = choose(parameter.dtype, self._master, "exact").stepped or parameter.dtype
+                spec = self._spec(number, parameter, stepped, states.get(parameter))
+                rows.append(HostRow(parameter, number, name, stepped=stepped, spec=spec, lanes=self._lanes))
+        return rows
+
+    def _spec(self, group: int, parameter: Tensor, stepped: torch.dtype, state: Any) -> StateSpec:
+        shape = local_part(parameter).shape
+        if state:
+            found = spec_from_state(state, parameter.shape, self._kind)
+            # What is stepped from now on may have more bits than what was stepped so far.
+            arrays = {
+                name: (stepped if kind is parameter.dtype else kind, other)
+                for name, (kind, other) in found.arrays.items()
+                if name != MASTER
+            }
+            return StateSpec(arrays)
+        with device.with_default_device(_HOST):
+            return spec_of(self._inner, group, shape, dtype=stepped, where=_HOST, kind=self._kind)
+
+    def _add(self, rows: list[HostRow]) -> None:
+        """Take memory and gradients of new rows. Memory of frozen ones is taken when they need it."""
+        trainable = [row for row in rows if row.parameter.requires_grad]
+        demand_host_room(trainable)
+        by_device: dict[torch.device, list[HostRow]] = {}
+        for row in trainable:
+            by_device.setdefault(local_part(row.parameter).device, []).append(row)
+        for where, here in by_device.items():
+            self._slabs.append(Slabs(where, expected=sum(row.pinned_bytes for row in here)))
+            # The largest first: what is left of its block serves the others.
+            for row in sorted(here, key=lambda row: -row.pinned_bytes):
+                row.allocate(self._slabs[-1])
+        self._rows += rows
+        self._by_id.update({id(row.parameter): row for row in rows})
+        if self._grad_offload:
+            with torch.no_grad():
+                for row in trainable:
+                    self._hook(row)
+
+    def _added(self) -> None:
+        self._add(self._plan([len(self.param_groups) - 1], {}))
+
+    def _hook(self, row: HostRow) -> None:
+        """Take the parameter's gradient, if it has one, and every later one when it is there."""
+        self._handles.append(row.parameter.register_post_accumulate_grad_hook(Offload(row)))
+        row.hooked = True
+        offload(row, row.parameter)
+
+    # ---- gradients -----------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """See ``torch.optim.Optimizer.zero_grad``; forgets, or makes zeros of, gradients in host memory too."""
+        for row in self._rows:
+            if row.has_gradient:
+                row.gradient.zero(set_to_none=set_to_none)
+        super().zero_grad(set_to_none=set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``; for ``grad_offload=True``.
+
+        Effect: torch's formula over the gradients in host memory. The factor is applied by ``step()``. Returns the norm
+        before, in host memory. Cost: the host waits until all gradients have arrived, and reads them once.
+
+        Raises:
+            UnsupportedError: a parameter is a DTensor: the norm would be of this process's part alone.
+            StateError: ``grad_offload=False``: the gradients are where torch's own function finds them.
+        """
+        if not self._grad_offload:
+            raise StateError(
+                explain(
+                    "these gradients were not offloaded",
+                    expected="an optimizer with grad_offload=True",
+                    got="grad_offload=False",
+                    where="clip_grad_norm_",
+                    remedy="Call torch.nn.utils.clip_grad_norm_ with the parameters.",
+                )
+            )
+        with torch.no_grad(), device.with_default_device(_HOST):
+            due = [row for row in self._rows if row.pending]
+            for row in due:
+                if is_sharded(row.parameter):
+                    raise _no_norm(row.name)
+            if not due:
+                return torch.tensor(0.0)
+            kind = float(norm_type)
+            # One at a time: only one gradient of 16 bits is held in float32 as well.
+            norms = [torch.linalg.vector_norm(row.shaped(row.gradient.value()), kind) for row in due]
+            total: Tensor = torch.linalg.vector_norm(torch.stack(norms), kind)
+            factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+            for row in due:
+                row.gradient.scale(factor)
+            return total
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # Offloaded: a scaler finds no gradients, and would say only that. It is to come to step(), which explains.
+        return self._grad_offload or super()._step_supports_amp_scaling
+
+    def _passed(self) -> dict[str, Any]:
+        found = super()._passed()
+        if found and self._grad_offload:
+            for name in found:
+                delattr(self, name)
+            raise _no_scaler()
+        return {name: value.to("cpu") if isinstance(value, Tensor) else value for name, value in found.items()}
+
+    # ---- one step ------------------------------------------------------------------------------
+
+    def _update(self) -> None:
+        passed = self._passed()
+        for row in self._rows:
+            self._collect(row)
+        due = [row for row in self._rows if row.pending]
+        lanes = {local_part(row.parameter).device: None for row in due}
+        for where in lanes:
+            self._lanes.of(where).begin()
+        worker = Worker(self._inner, passed)
+        try:
+            for batch in batches_of(due):
+                shares = [row.share() for row in batch]
+                with device.with_default_device(_HOST):
+                    worker.update(shares)
+                for row, share in zip(batch, shares, strict=True):
+                    row.finish(share.state)
+        finally:
+            for lane in self._lanes.all():
+                lane.end()
+        worker.carry_back()
+        self._steps += 1
+
+    def _collect(self, row: HostRow) -> None:
+        parameter = row.parameter
+        if not self._grad_offload:
+            if row.has_gradient:
+                row.gradient.used()
+            if parameter.grad is not None:
+                row.receive(parameter.grad)
+        elif not row.hooked:
+            if parameter.requires_grad:  # it was frozen until now
+                self._hook(row)
+        elif parameter.grad is not None:
+            raise _past_the_hook(row.name)
+
+    # ---- state ---------------------------------------------------------------------------------
+
+    def _with_state(self) -> list[Tensor]:
+        return [row.parameter for row in self._rows if row.has_state]
+
+    @torch.no_grad()
+    def _export(self, parameter: Tensor) -> dict[str, Any] | None:
+        row = self._by_id.get(id(parameter))
+        return None if row is None else row.export()
+
+    @torch.no_grad()
+    def _import(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        for row in self._rows:
+            row.take(states.get(row.parameter))
+
+    def _accepts(self, parameter: Tensor, name: str, value: Any) -> str | None:
+        return self._by_id[id(parameter)].accepts(name, value)
+
+    def _settings(self) -> dict[str, Any]:
+        return {"master": self._master, "grad_offload": self._grad_offload}
+
+    @torch.no_grad()
+    def unwrap(self) -> torch.optim.Optimizer:
+        """The plain optimizer, with all state on the device again, and gradients that were not used. Masters are lost.
+
+        Cost: the bytes of state and gradients on the device.
+        """
+        self._unhook()
+        inner = self._inner
+        for row in self._rows:
+            where = local_part(row.parameter).device
+            counts = bool(self.param_groups[row.group].get("fused"))  # such a class counts steps on the device
+            state = {name: value for name, value in (row.export() or {}).items() if name != MASTER}
+            if state:
+                inner.state[row.parameter] = {
+                    name: value.to(where) if isinstance(value, Tensor) and (value.dim() or counts) else value
+                    for name, value in state.items()
+                }
+            if self._grad_offload:
+                row.give_back()
+        return self._let_go()
+
+    def report(self) -> CpuOptimizerReport:
+        """What is held and moved, in bytes; costs no synchronisation."""
+        lanes = self._lanes.all()
+        return CpuOptimizerReport(
+            parameters=len(self._rows),
+            host_bytes=sum(row.host_bytes for row in self._rows),
+            pinned_bytes=sum(slabs.pinned_bytes for slabs in self._slabs),
+            down_bytes=sum(lane.down_bytes for lane in lanes),
+            up_bytes=sum(lane.up_bytes for lane in lanes),
+            steps=self._steps,
+            notes=self._notes,
+        )
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
+def cpu_optimizer(
+    optimizer: torch.optim.Optimizer, *, master: str | None = "fp32", grad_offload: bool = True
+) -> CpuOptimizer:
+    """Keep an optimizer's masters, state and gradients in host memory, and step there.
+
+    Effect: returns an optimizer over the same parameters and the same ``param_groups``, for schedulers, checkpoints and
+    loops as they are. Of all that training holds, the device keeps the parameters alone: each gradient is copied to
+    host memory as soon as backward has it, and its memory is free again; ``step()`` updates on the host and copies the
+    parameters back. ``optimizer`` itself refuses further use. Several backwards a step are added up on the host in
+    float32: more exact than autograd's sum of 16 bits, and for one backward the same. ``step()`` uses gradients up.
+
+    Cost: each gradient goes down once a backward and each parameter up once a step. The host does the arithmetic: give
+    classes that have it ``fused=True``, several times as fast there as their loops. From the second backward of a step
+    on, the host also adds, while backward waits. Beside the parameters the device holds the gradients that are on
+    their way, 64 MiB or one of them. Host memory for AdamW: up to 18 bytes an element of 16 bits, 20 of 32.
+
+    On the CPU the result has the bits of the same loop with separate float32 masters. Under an accelerator it has not
+    the bits of a step there: other kernels. See :func:`lowtide.swap_optimizer` for one that has.
+
+    Hazard: with ``grad_offload=True`` parameters have no ``grad`` after backward. ``torch.nn.utils.clip_grad_norm_``
+    finds nothing and returns 0: call :meth:`CpuOptimizer.clip_grad_norm_`. ``model.zero_grad()`` does not reach
+    gradients in host memory: call the optimizer's. DistributedDataParallel reduces gradients after they have left:
+    use ``grad_offload=False`` there. Editing a parameter in place makes its master anew for the edited elements;
+    an edit through ``parameter.data`` that keeps its memory is not seen, and is lost at the next step.
+
+    Args:
+        optimizer: an instance of a ``torch.optim`` optimizer, before or after its first step. Its state moves over.
+        master: ``"fp32"``: parameters of 16 bits are stepped through a float32 master. None: in their own type.
+        grad_offload: whether gradients leave the device in backward. False: they stay in ``parameter.grad`` until
+            ``step()``, for torch's clipping, for ``GradScaler`` and for whatever else reads them.
+
+    Raises:
+        ConfigError: an argument has a wrong value.
+        UnsupportedError: the class cannot be taken apart (see :func:`lowtide.swap_optimizer`), or is ``capturable``; in
+            ``step()``: a GradScaler with ``grad_offload=True``; in backward: a sparse gradient.
+        CapacityError: host memory has no room; nothing was moved.
+        StateError: what was given is no plain optimizer; in ``step()``: a gradient was set past the hook.
+
+    >>> import torch
+    >>> from lowtide.optim.cpu import cpu_optimizer
+    >>> layer = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+    >>> optimizer = cpu_optimizer(torch.optim.AdamW(layer.parameters(), fused=True))
+    >>> layer(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
+    >>> layer.weight.grad is None
+    True
+    >>> optimizer.step()
+    >>> optimizer.report().up_bytes
+    8320
+    """
+    return CpuOptimizer(optimizer, master=master, grad_offload=grad_offload)
+
+
+def _check(master: object, grad_offload: object) -> None:
+    if master is not None and master != "fp32":
+        raise _wrong("master", "'fp32' or None", master)
+    if not isinstance(grad_offload, bool):
+        raise _wrong("grad_offload", "True or False", grad_offload)
+
+
+def _wrong(name: str, expected: str, got: object) -> ConfigError:
+    return ConfigError(
+        explain(
+            f"{name} has no such value", expected=expected, got=repr(got), where="cpu_optimizer", remedy="Correct it."
+        )
+    )
+
+
+def _demand_whole(parameter: Tensor, kind: Kind, name: str) -> None:
+    if is_sharded(parameter) and kind is Kind.WHOLE_TENSOR:
+        raise UnsupportedError(
+            explain(
+                "an optimizer of whole tensors cannot step a part of one",
+                expected="parameters that are not sharded, or an elementwise optimizer",
+                got="a DTensor",
+                where=name,
+                remedy="Leave this optimizer as it is.",
+            )
+        )
+
+
+def _no_capture() -> UnsupportedError:
+    return UnsupportedError(
+        explain(
+            "a step on the host is not part of a device graph",
+            expected="capturable=False",
+            got="capturable=True",
+            where="cpu_optimizer",
+            remedy="Make the optimizer without it.",
+        )
+    )
+
+
+def _no_norm(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        explain(
+            "the norm of gradients in host memory is that of this process's part alone",
+            expected="parameters that are not sharded",
+            got="a DTensor",
+            where=name,
+            remedy="Use cpu_optimizer(..., grad_offload=False) and torch.nn.utils.clip_grad_norm_.",
+        )
+    )
+
+
+def _no_scaler() -> UnsupportedError:
+    return UnsupportedError(
+        explain(
+            "a GradScaler cannot look for infinities in gradients that have left the device",
+            expected="gradients in parameter.grad",
+            got="grad_offload=True",
+            where="step of a CpuOptimizer",
+            remedy="Use cpu_optimizer(..., grad_offload=False), or bfloat16, which needs no scaler.",
+        )
+    )
+
+
+def _past_the_hook(name: str) -> StateError:
+    return StateError(
+        explain(
+            "a gradient was set past the hook that offloads it",
+            expected="parameter.grad to be None at step()",
+            got="a gradient (set by hand, or by DistributedDataParallel after its reduction)",
+            where=name,
+            remedy="Use cpu_optimizer(..., grad_offload=False).",
+        )
+    )
