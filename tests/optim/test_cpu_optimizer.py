@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import itertools
 import pickle
@@ -16,11 +17,14 @@ from torch import Tensor, nn
 
 from lowtide import device
 from lowtide.errors import CapacityError, ConfigError, StateDictError, StateError, UnsupportedError
-from lowtide.optim import gradients, host_row
-from lowtide.optim.cpu import CpuOptimizer, cpu_optimizer
+from lowtide.optim import cpu, gradients, host_row
+from lowtide.optim.cpu import CpuOptimizer
 from lowtide.residency.room import assuming_host_bytes
 
 from .kit import OPTIMIZERS, SeparateMasters, assert_same_bits, backward, net, through_file, weights
+
+# Most laws are about gradients that leave; a test of those that stay says so.
+cpu_optimizer = functools.partial(cpu.cpu_optimizer, grad_offload=True)
 
 NAMES = ["adamw", "adamw-foreach", "adamw-fused", "sgd"]
 TYPES = [torch.float32, torch.bfloat16]

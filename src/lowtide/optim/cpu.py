@@ -56,7 +56,9 @@ class CpuOptimizerReport:
 class CpuOptimizer(WrappedOptimizer):
     """See :func:`cpu_optimizer`, which makes it."""
 
-    def __init__(self, inner: torch.optim.Optimizer, *, master: str | None = "fp32", grad_offload: bool = True) -> None:
+    def __init__(
+        self, inner: torch.optim.Optimizer, *, master: str | None = "fp32", grad_offload: bool = False
+    ) -> None:
         _check(master, grad_offload)
         super().__init__(inner)
         self._master = master
@@ -295,7 +297,7 @@ def _remove(handles: list[Any]) -> None:
 
 
 def cpu_optimizer(
-    optimizer: torch.optim.Optimizer, *, master: str | None = "fp32", grad_offload: bool = True
+    optimizer: torch.optim.Optimizer, *, master: str | None = "fp32", grad_offload: bool = False
 ) -> CpuOptimizer:
     """Keep an optimizer's masters, state and gradients in host memory, and step there.
 
@@ -335,7 +337,7 @@ def cpu_optimizer(
     >>> import torch
     >>> from lowtide.optim.cpu import cpu_optimizer
     >>> layer = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
-    >>> optimizer = cpu_optimizer(torch.optim.AdamW(layer.parameters(), fused=True))
+    >>> optimizer = cpu_optimizer(torch.optim.AdamW(layer.parameters(), fused=True), grad_offload=True)
     >>> layer(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
     >>> layer.weight.grad is None
     True
