@@ -231,6 +231,8 @@ def chunks_of_products(kit: Kit) -> None:
         )
         lowtide.apply(model, config)
     asides = [layer.aside for layer in model.layers]
+    model(torch.linspace(0, 9, 4096 * 64, device=kit.device).view(4096, 64))[0].sum().backward()
+    kit.note_gradients(model)
     for keep in (False, True):
         x = torch.linspace(0, 9, 256 * 64, device=kit.device).view(256, 64)
         out, aside = model(x)
