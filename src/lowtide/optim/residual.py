@@ -69,7 +69,7 @@ def split(master: Tensor, weight: Tensor, code: Tensor, ties: Tensor | None, mod
     """Write the cast of ``master`` to ``weight`` and what is left over to ``code`` and ``ties``.
 
     All are rows: float32, bfloat16, int16 of ``n`` elements, and in mode ``exact`` uint8 of :func:`tie_bytes`. Cost on
-    the CPU: about that of a fused AdamW step, together with :func:`merge` (``benchmarks/residual.py`` measures it), and
+    the CPU: about twice that of a fused AdamW step, together with :func:`merge` (``benchmarks/residual.py``), and
     bounded scratch. Elsewhere: 6 bytes of scratch an element, none where Triton serves the device.
 
     >>> x = torch.tensor([1.0, 1.00390625, -3e-41])  # the second is a tie
