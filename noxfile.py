@@ -47,7 +47,7 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session
 def residual(session: nox.Session) -> None:
-    """Send every pattern of float32 through a split and a merge: half an hour on one core."""
+    """Send every pattern of float32 through a split and a merge: ten minutes on one core."""
     install(session, TORCH, "dev")
     session.run("python", "-m", "tests.optim.all_patterns")
 

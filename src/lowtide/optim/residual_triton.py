@@ -52,7 +52,7 @@ def _kernels() -> tuple[Any, Any]:
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def split_kernel(x_ptr, w_ptr, c_ptr, t_ptr, n, MODE: tl.constexpr, BYTES: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
-        row = tl.program_id(0) * BYTES + tl.arange(0, BYTES)
+        row = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
         at = row[:, None] * 8 + tl.arange(0, 8)[None, :]
         inside = at < n
         x = tl.load(x_ptr + at, mask=inside, other=0)
@@ -63,7 +63,7 @@ def _kernels() -> tuple[Any, Any]:
         else:
             high = tl.where(is_nan, 0x7FC0, (x + 0x7FFF + ((x >> 16) & 1)) >> 16)
         low = ((x & 0xFFFF) ^ 0x8000) - 0x8000
-        if MODE == 1:
+        if MODE != 2:
             low = tl.where(even_tie, 32767, low)
         tl.store(w_ptr + at, high.to(tl.int16), mask=inside)
         tl.store(c_ptr + at, low.to(tl.int16), mask=inside)
@@ -73,13 +73,13 @@ def _kernels() -> tuple[Any, Any]:
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def merge_kernel(w_ptr, c_ptr, t_ptr, x_ptr, n, MASK: tl.constexpr, BYTES: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
-        row = tl.program_id(0) * BYTES + tl.arange(0, BYTES)
+        row = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
         at = row[:, None] * 8 + tl.arange(0, 8)[None, :]
         inside = at < n
         x = (tl.load(w_ptr + at, mask=inside, other=0).to(tl.int32) << 16) + tl.load(c_ptr + at, mask=inside, other=0)
         if MASK:
             bits = tl.load(t_ptr + row, mask=row * 8 < n, other=0).to(tl.int32)
-            x += ((bits[:, None] >> tl.arange(0, 8)[None, :]) & 1) << 16
+            x += (bits[:, None] >> tl.arange(0, 8)[None, :]) & 1
         tl.store(x_ptr + at, x, mask=inside)
 
     return split_kernel, merge_kernel
