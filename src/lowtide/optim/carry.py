@@ -5,7 +5,8 @@ Law: one segment at a time; the device never holds more than it did.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,25 +16,35 @@ from lowtide.optim.masters import MASTER
 from lowtide.optim.parameter import SteppedParameter
 from lowtide.optim.segment import IN_SEGMENT, HeldSegment, row_in
 from lowtide.optim.tensors import is_sharded
+from lowtide.optim.wrapper import counts_on_device
 
-__all__ = ["Place", "export_state", "import_states", "kept_bytes"]
+__all__ = ["Place", "export_states", "import_states", "kept_bytes"]
 
 Tensor = torch.Tensor
 # Where a piece of a parameter lies.
 Place = tuple[HeldSegment, int]
 
 
-def export_state(parameter: SteppedParameter, places: Sequence[Place]) -> dict[str, Any] | None:
-    """A parameter's state as the plain optimizer's: arrays with its shape and strides, in host memory; None without.
+def export_states(
+    parameters: Sequence[tuple[SteppedParameter, Sequence[Place]]],
+) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """The state of each parameter as the plain optimizer's: arrays with its shape and strides, in host memory.
 
-    With a master, its float32 value is ``state["master_param"]``.
+    With a master, its float32 value is ``state["master_param"]``. A segment of several parameters is read once, and its
+    bytes are held from the first to the last of those that were asked for.
     """
-    pieces = [_read_piece(segment, number) for segment, number in places]
-    first = pieces[0]
-    if first is None:
-        return None
-    parts = [piece for piece in pieces if piece is not None]
-    return {name: _whole(parameter, name, [part[name] for part in parts]) for name in first}
+    due = Counter(id(segment) for _, places in parameters for segment, _ in places)
+    read: dict[int, Tensor] = {}
+    for parameter, places in parameters:
+        parts = []
+        for segment, number in places:
+            if id(segment) not in read:
+                read[id(segment)] = segment.read()
+            parts.append(_piece(segment, number, read[id(segment)]))
+            due[id(segment)] -= 1
+            if not due[id(segment)]:
+                del read[id(segment)]
+        yield parameter.parameter, {name: _whole(parameter, name, [p[name] for p in parts]) for name in parts[0]}
 
 
 def _whole(parameter: SteppedParameter, name: str, values: list[Any]) -> Any:
@@ -44,15 +55,10 @@ def _whole(parameter: SteppedParameter, name: str, values: list[Any]) -> Any:
     return like_sharded(value, parameter.parameter) if is_sharded(parameter.parameter) else value
 
 
-def _read_piece(segment: HeldSegment, number: int) -> dict[str, Any] | None:
-    state = segment.states[number]
-    if state is None:
-        return None
-    piece, owner = segment.plan.pieces[number], segment.owners[number]
-    rows: dict[str, Tensor] = {}
-    if piece.entries and not segment.is_empty:
-        flat = segment.read()
-        rows = {entry.array.name: row_in(flat, entry) for entry in piece.entries}
+def _piece(segment: HeldSegment, number: int, flat: Tensor) -> dict[str, Any]:
+    piece, owner, state = segment.plan.pieces[number], segment.owners[number], segment.states[number]
+    assert state is not None
+    rows = {entry.array.name: row_in(flat, entry) for entry in piece.entries}
     found = {name: rows[name] if value is IN_SEGMENT else value for name, value in state.items()}
     master = owner.masters.export(owner.weight(piece).to("cpu"), rows) if segment.masters[number] else None
     if master is not None:
@@ -60,7 +66,9 @@ def _read_piece(segment: HeldSegment, number: int) -> dict[str, Any] | None:
     return found
 
 
-def import_states(segments: Iterable[HeldSegment], states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+def import_states(
+    segments: Iterable[HeldSegment], states: Mapping[Tensor, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+) -> None:
     """Replace the state of every piece by what ``states`` says of its parameter, which may be nothing.
 
     Each segment is put together in host memory and moved as it is.
@@ -68,8 +76,8 @@ def import_states(segments: Iterable[HeldSegment], states: Mapping[Tensor, Mappi
     for segment in segments:
         flat = torch.zeros(segment.nbytes, dtype=torch.uint8, device="cpu")
         given = [
-            _fill(segment, number, states.get(segment.owners[number].parameter), flat)
-            for number, _ in segment.numbered()
+            _fill(segment, number, states.get(owner.parameter), flat, groups[owner.group])
+            for number, owner in enumerate(segment.owners)
         ]
         if not any(given):
             segment.forget()
@@ -77,7 +85,9 @@ def import_states(segments: Iterable[HeldSegment], states: Mapping[Tensor, Mappi
             segment.write(flat)
 
 
-def _fill(segment: HeldSegment, number: int, state: Mapping[str, Any] | None, flat: Tensor) -> bool:
+def _fill(
+    segment: HeldSegment, number: int, state: Mapping[str, Any] | None, flat: Tensor, group: Mapping[str, Any]
+) -> bool:
     """Write one piece's state into the bytes of its segment; whether there was any."""
     piece, owner = segment.plan.pieces[number], segment.owners[number]
     segment.masters[number] = False
@@ -86,10 +96,11 @@ def _fill(segment: HeldSegment, number: int, state: Mapping[str, Any] | None, fl
         return False
     rows = {entry.array.name: row_in(flat, entry) for entry in piece.entries}
     kept: dict[str, Any] = {}
+    on_device = counts_on_device(group)
     for name, value in state.items():
         if name == MASTER:
             continue
-        taken = owner.piece_of(name, value, piece)
+        taken = owner.piece_of(name, value, piece, counts_on_device=on_device)
         if name in rows:
             rows[name].copy_(taken)
             kept[name] = IN_SEGMENT
@@ -97,7 +108,8 @@ def _fill(segment: HeldSegment, number: int, state: Mapping[str, Any] | None, fl
             kept[name] = taken
     master = state.get(MASTER)
     if master is not None and owner.masters.arrays:
-        owner.masters.take(owner.piece_of(MASTER, master, piece).to("cpu", torch.float32), rows)
+        row = owner.piece_of(MASTER, master, piece, counts_on_device=on_device)
+        owner.masters.take(row.to("cpu", torch.float32), rows)
         segment.masters[number] = True
     segment.states[number] = kept
     return True

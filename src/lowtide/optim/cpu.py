@@ -16,12 +16,12 @@ import torch
 from lowtide import device
 from lowtide.errors import ConfigError, StateError, UnsupportedError, explain
 from lowtide.optim.gradients import Lanes, Slabs
-from lowtide.optim.host_row import HostRow, Offload, batches_of, demand_host_room, offload
+from lowtide.optim.host_row import HostRow, Offload, batches_of, demand_host_room, offload, refresh
 from lowtide.optim.kinds import Kind, StateSpec, kind_of, spec_from_state, spec_of
 from lowtide.optim.masters import MASTER, choose
 from lowtide.optim.tensors import is_sharded, local_part
 from lowtide.optim.worker import Worker
-from lowtide.optim.wrapper import WrappedOptimizer
+from lowtide.optim.wrapper import WrappedOptimizer, counts_on_device
 
 __all__ = ["CpuOptimizer", "CpuOptimizerReport", "cpu_optimizer"]
 
@@ -204,6 +204,7 @@ class CpuOptimizer(WrappedOptimizer):
         for row in self._rows:
             self._collect(row)
         due = [row for row in self._rows if row.pending]
+        refresh(due)
         lanes = {local_part(row.parameter).device: None for row in due}
         for where in lanes:
             self._lanes.of(where).begin()
@@ -240,9 +241,10 @@ class CpuOptimizer(WrappedOptimizer):
         return [row.parameter for row in self._rows if row.has_state]
 
     @torch.no_grad()
-    def _export(self, parameter: Tensor) -> dict[str, Any] | None:
-        row = self._by_id.get(id(parameter))
-        return None if row is None else row.export()
+    def _export(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor, dict[str, Any]]]:
+        rows = [self._by_id[id(parameter)] for parameter in parameters]
+        refresh([row for row in rows if row.has_master])
+        return [(row.parameter, row.export()) for row in rows]
 
     @torch.no_grad()
     def _import(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -252,7 +254,7 @@ class CpuOptimizer(WrappedOptimizer):
     def _accepts(self, parameter: Tensor, name: str, value: Any) -> str | None:
         return self._by_id[id(parameter)].accepts(name, value)
 
-    def _settings(self) -> dict[str, Any]:
+    def _keywords(self) -> dict[str, Any]:
         return {"master": self._master, "grad_offload": self._grad_offload}
 
     @torch.no_grad()
@@ -265,11 +267,11 @@ class CpuOptimizer(WrappedOptimizer):
         inner = self._inner
         for row in self._rows:
             where = local_part(row.parameter).device
-            counts = bool(self.param_groups[row.group].get("fused"))  # such a class counts steps on the device
-            state = {name: value for name, value in (row.export() or {}).items() if name != MASTER}
+            on_device = counts_on_device(self.param_groups[row.group])
+            state = {name: value for name, value in row.export().items() if name != MASTER}
             if state:
                 inner.state[row.parameter] = {
-                    name: value.to(where) if isinstance(value, Tensor) and (value.dim() or counts) else value
+                    name: value.to(where) if isinstance(value, Tensor) and (value.dim() or on_device) else value
                     for name, value in state.items()
                 }
             if self._grad_offload:
@@ -318,8 +320,7 @@ def cpu_optimizer(
     Hazard: with ``grad_offload=True`` parameters have no ``grad`` after backward. ``torch.nn.utils.clip_grad_norm_``
     finds nothing and returns 0: call :meth:`CpuOptimizer.clip_grad_norm_`. ``model.zero_grad()`` does not reach
     gradients in host memory: call the optimizer's. DistributedDataParallel reduces gradients after they have left:
-    use ``grad_offload=False`` there. Editing a parameter in place makes its master anew for the edited elements;
-    an edit through ``parameter.data`` that keeps its memory is not seen, and is lost at the next step.
+    use ``grad_offload=False`` there. Editing a parameter makes its master anew for the edited elements.
 
     Args:
         optimizer: an instance of a ``torch.optim`` optimizer, before or after its first step. Its state moves over.

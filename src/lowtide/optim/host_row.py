@@ -18,12 +18,12 @@ from lowtide.errors import UnsupportedError, explain
 from lowtide.optim.gradients import HostGradient, Lanes, Slabs, host_memory
 from lowtide.optim.kinds import StateSpec
 from lowtide.optim.masters import MASTER, FullMaster
-from lowtide.optim.tensors import dense_strides, flat_view, in_order_of, is_sharded, local_part
+from lowtide.optim.tensors import dense_strides, flat_view, in_order_of, is_sharded, local_part, sum_of_bits
 from lowtide.optim.worker import Share
 from lowtide.residency.manager import SwapManager
 from lowtide.residency.room import demand_room
 
-__all__ = ["HostRow", "Offload", "batches_of", "demand_host_room", "offload"]
+__all__ = ["HostRow", "Offload", "batches_of", "demand_host_room", "offload", "refresh"]
 
 Tensor = torch.Tensor
 
@@ -62,7 +62,7 @@ class HostRow:
         self._master: Tensor | None = None
         self._gradient: HostGradient | None = None
         self._made = False  # the master holds what the last step has left
-        self._known: tuple[int, int] | None = None  # the parameter as we have written it
+        self._written: int | None = None  # the sum of the parameter's bits as we have written it
         self._sent: device.Event | None = None
 
     # ---- memory --------------------------------------------------------------------------------
@@ -143,8 +143,7 @@ class HostRow:
         self.gradient.arrive(row, self._lanes.of(local.device))
 
     def share(self) -> Share:
-        """What the class is to step."""
-        self.refresh()
+        """What the class is to step. The master was refreshed."""
         grad = self.gradient.value().to(self.stepped)
         return Share(self.group, self.shaped(self.master), self.shaped(grad), self.state)
 
@@ -161,49 +160,53 @@ class HostRow:
             if image.dtype != local.dtype:
                 image = host_memory(image.numel(), local.dtype, pinned=image.is_pinned())
             image.copy_(self.master)
+        self._written = int(sum_of_bits(image))
         lane = self._lanes.of(local.device)
         if self._dense:
             self._sent = lane.copy_up(image, flat_view(local))
         else:
             self._sent = lane.copy_up(image.view(local.shape), local)
-        self._known = (local._version, local.data_ptr())
 
-    def refresh(self) -> None:
-        """Make the master what it has to be before a step: the host waits for copies of it that are under way.
-
-        Cost: a copy of the parameter to the host if it was written to since the last step.
-        """
-        self._wait()
-        local = local_part(self.parameter)
-        known = (local._version, local.data_ptr())
-        if self._made and known == self._known:
-            return
-        weight = self._row_of(local).to("cpu")
-        if self._full is None:
-            self.master.copy_(weight)
-        else:
-            self._full.target(weight, {MASTER: self.master}, made=self._made)
-        self._made, self._known = True, known
-
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Let the host wait for the copy of the parameter that is under way."""
         if self._sent is not None:
             self._sent.synchronize()
             self._sent = None
 
+    def bits(self) -> Tensor:
+        """The sum of the parameter's bits now, on its device."""
+        return sum_of_bits(self._row_of(local_part(self.parameter)))
+
+    def refresh(self, bits: int) -> None:
+        """Make the master what it has to be before a step; ``bits`` is what :meth:`bits` gave.
+
+        Cost: a copy of the parameter to the host if it was written to since the last step.
+        """
+        if self._made and bits == self._written:
+            return
+        weight = self._row_of(local_part(self.parameter)).to("cpu")
+        if self._full is None:
+            self.master.copy_(weight)
+        else:
+            self._full.target(weight, {MASTER: self.master}, made=self._made)
+        self._made, self._written = True, bits
+
     # ---- state, in full ------------------------------------------------------------------------
+
+    @property
+    def has_master(self) -> bool:
+        """Whether there is a master that the parameter does not say all of."""
+        return self._made and self._full is not None
 
     @property
     def has_state(self) -> bool:
         """Whether there is anything to keep in a checkpoint."""
-        return bool(self.state) or (self._made and self._full is not None)
+        return bool(self.state) or self.has_master
 
-    def export(self) -> dict[str, Any] | None:
-        """Copies of the state, with the master as ``master_param``; None without."""
-        if not self.has_state:
-            return None
+    def export(self) -> dict[str, Any]:
+        """Copies of the state, with the master as ``master_param``. The master was refreshed."""
         found = {name: self._out(value) for name, value in self.state.items()}
-        if self._full is not None and self._made:
-            self.refresh()
+        if self.has_master:
             found[MASTER] = self._out(self.shaped(self.master))
         return found
 
@@ -218,11 +221,11 @@ class HostRow:
     def take(self, state: Mapping[str, Any] | None) -> None:
         """Replace the state by a copy of ``state``, which may be none. The parameter is not touched."""
         self.state = {}
-        self._made, self._known = False, None
+        self._made, self._written = False, None
         for name, value in (state or {}).items():
             if name == MASTER:
                 if self._full is not None:
-                    self._wait()
+                    self.wait()
                     self.shaped(self.master).copy_(local_part(value))
                     self._made = True  # the parameter is compared with it at the next step
             else:
@@ -283,6 +286,21 @@ def offload(row: HostRow, parameter: Tensor) -> None:
     if parameter.grad is not None:
         row.receive(parameter.grad.detach())
         parameter.grad = None
+
+
+def refresh(rows: Sequence[HostRow]) -> None:
+    """Make the masters of rows what they have to be before a step: a parameter that was changed wins over its master.
+
+    The host waits for copies of parameters that are under way, and for one number of each parameter, which the device
+    sums up: all of a device in one copy.
+    """
+    by_device: dict[torch.device, list[HostRow]] = {}
+    for row in rows:
+        row.wait()
+        by_device.setdefault(local_part(row.parameter).device, []).append(row)
+    for here in by_device.values():
+        for row, bits in zip(here, torch.stack([row.bits() for row in here]).tolist(), strict=True):
+            row.refresh(bits)
 
 
 def batches_of(rows: Sequence[HostRow]) -> Iterator[list[HostRow]]:

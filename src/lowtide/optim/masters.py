@@ -15,6 +15,7 @@ import torch
 
 from lowtide.optim import residual
 from lowtide.optim.layout import Array
+from lowtide.optim.tensors import sum_of_bits
 
 __all__ = ["MASTER", "FullMaster", "Masters", "NoMaster", "ResidualMaster", "choose"]
 
@@ -130,7 +131,7 @@ class ResidualMaster(Masters):
     def finish(self, target: Tensor, weight: Tensor, views: Views) -> None:
         """Split what was stepped into both halves."""
         residual.split(target, weight, views[_RESIDUAL], views.get(_TIES), self.mode)
-        views[_SUM].copy_(_sum_of_words(weight))
+        views[_SUM].copy_(sum_of_bits(weight).reshape(1))
 
     def export(self, weight: Tensor, views: Views) -> Tensor | None:
         """The master as :meth:`target` would give it."""
@@ -149,20 +150,10 @@ class ResidualMaster(Masters):
 
     def _drop_if_edited(self, weight: Tensor, views: Views) -> None:
         # No host read: the comparison stays on the device and becomes a factor of the residual.
-        unchanged = _sum_of_words(weight) == views[_SUM]
+        unchanged = sum_of_bits(weight).reshape(1) == views[_SUM]
         views[_RESIDUAL].mul_(unchanged)
         if _TIES in views:
             views[_TIES].mul_(unchanged)
-
-
-def _sum_of_words(weight: Tensor) -> Tensor:
-    """Sum of the bits of a row of bfloat16, eight bytes at a time, modulo 2**64: one element, on its device."""
-    words = weight.numel() // 4 * 4
-    bits = weight.view(torch.int16)
-    if bits.storage_offset() % 4:
-        bits = bits.clone()
-    front = bits[:words].view(torch.int64)
-    return (front.sum() + bits[words:].to(torch.int64).sum()).reshape(1)
 
 
 def choose(dtype: torch.dtype, master: str | None, mode: str) -> Masters:

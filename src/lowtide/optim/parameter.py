@@ -50,7 +50,6 @@ class SteppedParameter:
         self.name = name
         self.masters = masters
         self.spec = spec
-        self.counts_on_device = False  # fused and capturable classes count steps on the device
         local = local_part(parameter)
         self.dense = dense_strides(local)
         self.cut = cut and self.dense
@@ -140,13 +139,13 @@ class SteppedParameter:
         row = torch.cat([one.reshape(-1) for one in rows])  # a copy even of one: it was a row of a whole segment
         return row.as_strided(local.size(), local.stride()) if self.dense else row.view(local.shape)
 
-    def piece_of(self, name: str, value: Any, piece: Piece) -> Any:
+    def piece_of(self, name: str, value: Any, piece: Piece, *, counts_on_device: bool) -> Any:
         """A piece's part of a value of the state in full: a row where it is an array, else a copy of its own."""
         if not isinstance(value, Tensor):
             return value
         local = local_part(self.parameter)
         if not self.is_array(name, value):
-            to_device = value.dim() > 0 or self.counts_on_device
+            to_device = value.dim() > 0 or counts_on_device
             return value.detach().to(local.device if to_device else value.device, copy=True)
         known = self.spec.arrays.get(name)
         if known is not None and known[1] is not None:

@@ -6,7 +6,7 @@ import torch
 
 from lowtide.errors import ConfigError, explain
 from lowtide.optim import residual
-from lowtide.optim.swap import SwapOptimizer
+from lowtide.optim.swap import SwapOptimizer, swap_optimizer
 
 __all__ = ["check_model", "reuse_fp32_param"]
 
@@ -47,7 +47,7 @@ def reuse_fp32_param(
     torch.float32
     """
     check_model(model, optimizer)
-    return SwapOptimizer(optimizer, master="residual", residual_mode=mode, tier="device", swap_times=swap_times)
+    return swap_optimizer(optimizer, master="residual", residual_mode=mode, tier="device", swap_times=swap_times)
 
 
 def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

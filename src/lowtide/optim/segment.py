@@ -15,7 +15,6 @@ import torch
 
 from lowtide.errors import CapacityError
 from lowtide.optim.layout import Entry, Piece, Segment
-from lowtide.residency.copies import Carrier
 from lowtide.residency.swap_tensor import SwapState, SwapTensor
 
 if TYPE_CHECKING:
@@ -41,27 +40,28 @@ class HeldSegment:
 
     ``states[i]`` is the state of piece ``i`` as the optimizer's class made it, or None before its first step; arrays
     that lie in the segment are there as ``IN_SEGMENT``. ``masters[i]`` says whether its master was ever written.
-    ``owners[i]`` is the parameter that the piece is of.
+    ``owners[i]`` is the parameter that the piece is of. Without ``moves`` the bytes stay on the device for good.
     """
 
-    __slots__ = ("_arena", "_carrier", "_device", "_swap", "failure", "masters", "name", "owners", "plan", "states")
+    __slots__ = ("_arena", "_device", "_swap", "failure", "masters", "moves", "name", "owners", "plan", "states")
 
     def __init__(
         self,
         plan: Segment,
         owners: Sequence[SteppedParameter],
         where: torch.device,
-        carrier: Carrier | None,
         name: str,
+        *,
+        moves: bool,
     ) -> None:
         self.plan = plan
         self.owners = tuple(owners)
         self.name = name
         self.states: list[dict[str, Any] | None] = [None] * len(plan.pieces)
         self.masters = [False] * len(plan.pieces)
+        self.moves = moves
         self.failure: CapacityError | None = None
         self._device = where
-        self._carrier = carrier
         self._arena: Tensor | None = None
         self._swap: SwapTensor | None = None
 
@@ -87,15 +87,12 @@ class HeldSegment:
 
     # ---- one round -----------------------------------------------------------------------------
 
-    def start(self) -> bool:
-        """Begin to bring the bytes to the device; True if a copy was launched. New bytes are undefined."""
-        if self._arena is not None:
-            return False
-        if self._swap is None:
+    def start(self) -> None:
+        """Begin to bring the bytes to the device. New bytes are undefined."""
+        if self._swap is not None:
+            self._swap.async_load()
+        elif self._arena is None:
             self._arena = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
-            return False
-        self._swap.async_load()
-        return True
 
     def arrive(self) -> None:
         """Order the compute after the bytes have come. Raises TierError if they have not; ask again."""
@@ -103,18 +100,17 @@ class HeldSegment:
             self._swap.wait_load()
             self._arena, self._swap = self._swap.get_val(), None
 
-    def leave(self) -> bool:
-        """Begin to bring the bytes away; True if a copy was launched. Without room they stay; see ``failure``."""
-        if self._arena is None or self._carrier is None:
-            return False
-        swap = SwapTensor(self._arena, carrier=self._carrier, name=self.name)
+    def leave(self) -> None:
+        """Begin to bring the bytes away. Without room they stay; see ``failure``."""
+        if self._arena is None or not self.moves:
+            return
+        swap = SwapTensor(self._arena, name=self.name)
         try:
             swap.async_offload()
         except CapacityError as error:
             self.failure = error
-            return False
+            return
         self._arena, self._swap = None, swap
-        return True
 
     def settle(self) -> None:
         """Order the compute after the bytes have left, and free them here. If they have not, they stay."""
@@ -131,7 +127,7 @@ class HeldSegment:
     def view(self, entry: Entry) -> Tensor:
         """An array as a row over the bytes on the device."""
         assert self._arena is not None
-        return _row(self._arena, entry)
+        return row_in(self._arena, entry)
 
     def read(self) -> Tensor:
         """All bytes, copied into host memory. Blocks the host."""
@@ -146,11 +142,10 @@ class HeldSegment:
         Raises:
             CapacityError: there is no room; what was here before is still here.
         """
-        if self._carrier is None:
+        if not self.moves:
             self._arena = flat.to(self._device, copy=True)
             return
-        swap = SwapTensor.on_host(flat, self._device, carrier=self._carrier, name=self.name)
-        self._arena, self._swap = None, swap
+        self._arena, self._swap = None, SwapTensor.on_host(flat, self._device, name=self.name)
 
     def forget(self) -> None:
         """Drop bytes and state."""
@@ -163,12 +158,8 @@ class HeldSegment:
         return list(enumerate(self.plan.pieces))
 
 
-def _row(arena: Tensor, entry: Entry) -> Tensor:
+def row_in(flat: Tensor, entry: Entry) -> Tensor:
+    """An array as a row over the bytes of its segment, wherever they are."""
     dtype = entry.array.dtype
     stop = entry.offset + entry.length * dtype.itemsize
-    return arena[entry.offset : stop].view(dtype)
-
-
-def row_in(flat: Tensor, entry: Entry) -> Tensor:
-    """An array as a row over bytes in host memory."""
-    return _row(flat, entry)
+    return flat[entry.offset : stop].view(dtype)

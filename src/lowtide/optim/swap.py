@@ -7,16 +7,16 @@ the optimizer inside would have given them; only where they lie differs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from lowtide import device
 from lowtide.errors import ConfigError, StateError, TierError, UnsupportedError, explain
 from lowtide.optim import residual
-from lowtide.optim.carry import Place, export_state, import_states, kept_bytes
+from lowtide.optim.carry import Place, export_states, import_states, kept_bytes
 from lowtide.optim.kinds import Kind, StateSpec, kind_of, spec_from_state, spec_of
 from lowtide.optim.layout import Layout, plan
 from lowtide.optim.masters import MASTER, choose
@@ -26,8 +26,7 @@ from lowtide.optim.segment import HeldSegment
 from lowtide.optim.stepping import update_segment
 from lowtide.optim.tensors import is_sharded, local_part
 from lowtide.optim.worker import Worker
-from lowtide.optim.wrapper import WrappedOptimizer
-from lowtide.residency.copies import Carrier
+from lowtide.optim.wrapper import WrappedOptimizer, counts_on_device
 from lowtide.residency.manager import SwapManager
 from lowtide.residency.pool import size_class
 from lowtide.residency.room import demand_room
@@ -37,7 +36,6 @@ __all__ = ["SwapOptimizer", "SwapOptimizerReport", "swap_optimizer"]
 Tensor = torch.Tensor
 
 _MASTERS = (None, "fp32", "residual")
-_MODES = ("exact", "saturate", "half_away")
 _TIERS = (None, "host", "file", "device")
 
 
@@ -73,31 +71,37 @@ class SwapOptimizerReport:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class _Settings:
+    """What :func:`swap_optimizer` was asked for; its arguments by their names."""
+
+    swap_times: int
+    bucket_bytes: int | None
+    state: frozenset[str] | None
+    master: str | None
+    residual_mode: residual.Mode
+    tier: str | None
+    elementwise: bool | None
+
+    def __post_init__(self) -> None:
+        for name in ("swap_times", "bucket_bytes"):
+            value = getattr(self, name)
+            if name == "bucket_bytes" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise _wrong(name, "a number of 1 or more", value)
+        for name, choices in (("master", _MASTERS), ("residual_mode", get_args(residual.Mode)), ("tier", _TIERS)):
+            if getattr(self, name) not in choices:
+                raise _wrong(name, f"one of {', '.join(map(repr, choices))}", getattr(self, name))
+
+
 class SwapOptimizer(WrappedOptimizer):
     """See :func:`swap_optimizer`, which makes it."""
 
-    def __init__(
-        self,
-        inner: torch.optim.Optimizer,
-        *,
-        swap_times: int = 16,
-        bucket_bytes: int | None = None,
-        state: Iterable[str] | None = None,
-        master: str | None = None,
-        residual_mode: residual.Mode = "exact",
-        tier: str | None = None,
-        elementwise: bool | None = None,
-    ) -> None:
-        _check(swap_times, bucket_bytes, master, residual_mode, tier)
+    def __init__(self, inner: torch.optim.Optimizer, settings: _Settings) -> None:
         super().__init__(inner)
-        self._swap_times = swap_times
-        self._bucket_bytes = bucket_bytes
-        self._names = None if state is None else frozenset(state)
-        self._master = master
-        self._mode: residual.Mode = residual_mode
-        self._tier = tier
-        self._elementwise = elementwise
-        self._kind, note = kind_of(inner, elementwise=elementwise, where="swap_optimizer")
+        self._settings = settings
+        self._kind, note = kind_of(inner, elementwise=settings.elementwise, where="swap_optimizer")
         self._notes = [] if note is None else [note]
         self._parameters: list[SteppedParameter] = []
         self._by_id: dict[int, SteppedParameter] = {}
@@ -109,40 +113,34 @@ class SwapOptimizer(WrappedOptimizer):
         self._half: _HalfStep | None = None
         self._steps = self._loaded = self._stored = self._peak = 0
         states = dict(inner.state)
-        for number in range(len(self.param_groups)):
-            self._plan_group(number, states)
-        if not any(parameter.arrays for parameter in self._parameters):
-            raise _nothing_moves(self._names, inner)
-        self._lay_out(self._parameters)
+        planned = [p for number in range(len(self.param_groups)) for p in self._plan_group(number, states)]
+        if not any(parameter.arrays for parameter in planned):
+            raise _nothing_moves(settings.state, inner)
+        self._lay_out(planned)
         self._import(states)
         inner.state.clear()
         self._take_over()
 
     # ---- planning ------------------------------------------------------------------------------
 
-    def _plan_group(self, number: int, states: Mapping[Tensor, Any]) -> None:
+    def _plan_group(self, number: int, states: Mapping[Tensor, Any]) -> list[SteppedParameter]:
+        """What is to be known of a group's parameters; nothing is kept of it before there is room for all."""
         group = self.param_groups[number]
         names = group.get("param_names") or [f"parameter {i} of group {number}" for i in range(len(group["params"]))]
+        planned = []
         for name, parameter in zip(names, group["params"], strict=True):
-            masters = choose(parameter.dtype, self._master, self._mode)
+            masters = choose(parameter.dtype, self._settings.master, self._settings.residual_mode)
             self._check_parameter(parameter, name)
             spec = self._spec(number, parameter, masters.stepped or parameter.dtype, states.get(parameter))
-            moving = frozenset(spec.arrays) if self._names is None else self._names
-            planned = SteppedParameter(
-                parameter,
-                number,
-                name,
-                spec=spec,
-                moving=moving,
-                masters=masters,
-                cut=self._kind is Kind.ELEMENTWISE,
+            moving = frozenset(spec.arrays) if self._settings.state is None else self._settings.state
+            cut = self._kind is Kind.ELEMENTWISE
+            planned.append(
+                SteppedParameter(parameter, number, name, spec=spec, moving=moving, masters=masters, cut=cut)
             )
-            planned.counts_on_device = bool(group.get("fused") or group.get("capturable"))
-            self._parameters.append(planned)
-            self._by_id[id(parameter)] = planned
+        return planned
 
     def _check_parameter(self, parameter: Tensor, name: str) -> None:
-        if self._master == "residual" and parameter.dtype is torch.float16:
+        if self._settings.master == "residual" and parameter.dtype is torch.float16:
             raise UnsupportedError(
                 explain(
                     "a residual of 16 bits completes bfloat16 alone",
@@ -177,35 +175,35 @@ class SwapOptimizer(WrappedOptimizer):
         found: list[tuple[torch.device, list[SteppedParameter], Layout]] = []
         for where, here in by_device.items():
             demands = [p.demand(i) for i, p in enumerate(here)]
-            layout = plan(demands, swap_times=self._swap_times, bucket_bytes=self._bucket_bytes)
+            layout = plan(demands, swap_times=self._settings.swap_times, bucket_bytes=self._settings.bucket_bytes)
             self._demand_room(where, layout)
             found.append((where, here, layout))
         for where, here, layout in found:
-            carrier = self._carrier(where)
             for segment in layout.segments:
                 owners = [here[piece.parameter] for piece in segment.pieces]
-                held = HeldSegment(segment, owners, where, carrier, f"optimizer segment {len(self._segments)}")
+                name = f"optimizer segment {len(self._segments)}"
+                held = HeldSegment(segment, owners, where, name, moves=self._settings.tier != "device")
                 self._segments.append(held)
                 for i, piece in held.numbered():
                     self._places.setdefault(id(here[piece.parameter]), []).append((held, i))
             self._layouts.append(layout)
-
-    def _carrier(self, where: torch.device) -> Carrier | None:
-        return None if self._tier == "device" else SwapManager().carrier_for(where)
+        self._parameters += parameters
+        self._by_id.update({id(parameter.parameter): parameter for parameter in parameters})
 
     def _demand_room(self, where: torch.device, layout: Layout) -> None:
         accelerator = device.is_accelerator(where)
-        if self._tier in {"host", "file"} and accelerator != (self._tier == "host"):
+        tier = self._settings.tier
+        if tier in {"host", "file"} and accelerator != (tier == "host"):
             raise UnsupportedError(
                 explain(
                     "this device has another lower tier",
                     expected="tier='host' under an accelerator, tier='file' on a machine without one",
-                    got=f"tier={self._tier!r} for {where}",
+                    got=f"tier={tier!r} for {where}",
                     where="swap_optimizer",
                     remedy="Leave tier out.",
                 )
             )
-        if self._tier == "device":
+        if tier == "device":
             return
         sizes = [s.nbytes for s in layout.segments]
         taken = sum(device.pinned_footprint(size_class(n), where) for n in sizes) if accelerator else sum(sizes)
@@ -220,9 +218,7 @@ class SwapOptimizer(WrappedOptimizer):
         )
 
     def _added(self) -> None:
-        known = len(self._parameters)
-        self._plan_group(len(self.param_groups) - 1, {})
-        self._lay_out(self._parameters[known:])
+        self._lay_out(self._plan_group(len(self.param_groups) - 1, {}))
 
     # ---- one step ------------------------------------------------------------------------------
 
@@ -278,55 +274,51 @@ class SwapOptimizer(WrappedOptimizer):
     # ---- state ---------------------------------------------------------------------------------
 
     def _with_state(self) -> list[Tensor]:
-        return [p.parameter for p in self._parameters if any(s.states[i] is not None for s, i in self._places[id(p)])]
+        # As in torch, a class that keeps nothing for a parameter has no entry for it.
+        return [
+            p.parameter
+            for p in self._parameters
+            if any(s.states[i] or (s.states[i] is not None and p.masters.arrays) for s, i in self._places[id(p)])
+        ]
 
-    def _export(self, parameter: Tensor) -> dict[str, Any] | None:
-        planned = self._by_id.get(id(parameter))
-        if planned is None:
-            return None
-        if self._half is not None:
+    def _export(self, parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        planned = [self._by_id[id(parameter)] for parameter in parameters]
+        if self._half is not None or any(
+            segment.states[i] is None for p in planned for segment, i in self._places[id(p)]
+        ):
             raise StateError(
                 explain(
                     "the last step ended with an error half way",
                     expected="a step that was made",
-                    got=f"{len(self._half.segments)} of {len(self._segments)} segments",
-                    where=planned.name,
+                    got="some of its pieces stepped",
+                    where="state_dict",
                     remedy="Call step() again with the same gradients: it goes on where it stopped.",
                 )
             )
-        return export_state(planned, self._places[id(planned)])
+        return export_states([(one, self._places[id(one)]) for one in planned])
 
     def _import(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        import_states(self._segments, states)
+        import_states(self._segments, states, self.param_groups)
         self._half = None
 
     def _accepts(self, parameter: Tensor, name: str, value: Any) -> str | None:
         return self._by_id[id(parameter)].accepts(name, value)
 
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "swap_times": self._swap_times,
-            "bucket_bytes": self._bucket_bytes,
-            "state": self._names,
-            "master": self._master,
-            "residual_mode": self._mode,
-            "tier": self._tier,
-            "elementwise": self._elementwise,
-        }
+    def _keywords(self) -> dict[str, Any]:
+        return {"settings": self._settings}
 
     def unwrap(self) -> torch.optim.Optimizer:
         """The plain optimizer, with all state on the device again. Masters are lost: it steps the parameters.
 
-        Cost: the bytes of the state on the device.
+        From then on this one refuses every use. Cost: the bytes of the state on the device.
         """
         inner = self._inner
-        for parameter in self._with_state():
-            state = self._export(parameter)
+        for parameter, state in self._export(self._with_state()):
             where = local_part(parameter).device
-            on_device = self._by_id[id(parameter)].counts_on_device
+            on_device = counts_on_device(self.param_groups[self._by_id[id(parameter)].group])
             inner.state[parameter] = {
                 name: value.to(where) if isinstance(value, Tensor) and (value.dim() or on_device) else value
-                for name, value in (state or {}).items()
+                for name, value in state.items()
                 if name != MASTER
             }
         for segment in self._segments:
@@ -354,7 +346,7 @@ class _HalfStep:
     """A step that ended with an error: which segments have made it, and with which gradients."""
 
     def __init__(self, segments: set[int], parameters: Sequence[SteppedParameter]) -> None:
-        self.segments = segments
+        self._segments = segments
         grads = [p.parameter.grad for p in parameters]
         self._grads = [None if grad is None else (weakref.ref(grad), grad._version) for grad in grads]
 
@@ -366,7 +358,7 @@ class _HalfStep:
                 continue
             if known is None or grad is None or known[0]() is not grad or known[1] != grad._version:
                 return set()
-        return set(self.segments)
+        return set(self._segments)
 
 
 def swap_optimizer(
@@ -421,27 +413,9 @@ def swap_optimizer(
     >>> optimizer.report().moving_bytes
     33280
     """
-    return SwapOptimizer(
-        optimizer,
-        swap_times=swap_times,
-        bucket_bytes=bucket_bytes,
-        state=state,
-        master=master,
-        residual_mode=residual_mode,
-        tier=tier,
-        elementwise=elementwise,
-    )
-
-
-def _check(swap_times: object, bucket_bytes: object, master: object, mode: object, tier: object) -> None:
-    for name, value in (("swap_times", swap_times), ("bucket_bytes", bucket_bytes)):
-        if value is None and name == "bucket_bytes":
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise _wrong(name, "a number of 1 or more", value)
-    for name, value, choices in (("master", master, _MASTERS), ("residual_mode", mode, _MODES), ("tier", tier, _TIERS)):
-        if value not in choices:
-            raise _wrong(name, f"one of {', '.join(map(repr, choices))}", value)
+    moving = None if state is None else frozenset(state)
+    settings = _Settings(swap_times, bucket_bytes, moving, master, residual_mode, tier, elementwise)
+    return SwapOptimizer(optimizer, settings)
 
 
 def _wrong(name: str, expected: str, got: object) -> ConfigError:

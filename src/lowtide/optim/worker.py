@@ -53,8 +53,9 @@ class Worker:
         self._passed = dict(passed or {})
         self._step = unhooked_step(type(optimizer))
         self._attributes = {key: value for key, value in vars(optimizer).items() if key not in _OWN}
-        self._last: torch.optim.Optimizer | None = None
-        self._last_groups: dict[int, dict[str, Any]] = {}
+        # What the last worker has left, without its tensors: they belong to whoever gave them.
+        self._left: dict[str, Any] = {}
+        self._left_groups: dict[int, dict[str, Any]] = {}
 
     def update(self, shares: Sequence[Share]) -> None:
         """Step the targets in place; each share's ``state`` is what the class has made of it."""
@@ -75,7 +76,7 @@ class Worker:
             group = {k: v for k, v in self._optimizer.param_groups[number].items() if k != "params"}
             group["params"] = [share.target for share in groups[number]]
             worker.param_groups.append(group)
-            self._last_groups[number] = group
+            self._left_groups[number] = group
         try:
             with torch.no_grad():
                 self._step(worker)
@@ -84,15 +85,12 @@ class Worker:
                 share.target.grad = None
         for share in shares:
             share.state = dict(worker.state.get(share.target, {}))
-        self._last = worker
+        self._left = {name: value for name, value in vars(worker).items() if name not in _OWN}
+        for group in worker.param_groups:
+            del group["params"]
 
     def carry_back(self) -> None:
         """Give the optimizer what its class changed of its attributes and groups, as one ``step`` would have."""
-        if self._last is None:
-            return
-        for key, value in vars(self._last).items():
-            if key not in _OWN and key not in self._passed:
-                vars(self._optimizer)[key] = value
-        for number, group in self._last_groups.items():
-            own = self._optimizer.param_groups[number]
-            own.update({key: value for key, value in group.items() if key != "params"})
+        vars(self._optimizer).update({key: value for key, value in self._left.items() if key not in self._passed})
+        for number, group in self._left_groups.items():
+            self._optimizer.param_groups[number].update(group)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from lowtide._torch import OPTIMIZER_HOOKS
 from lowtide.errors import StateDictError, StateError, explain
 
-__all__ = ["StateOfParameters", "WrappedOptimizer"]
+__all__ = ["StateOfParameters", "WrappedOptimizer", "counts_on_device"]
 
 Tensor = torch.Tensor
 
@@ -27,6 +27,27 @@ Tensor = torch.Tensor
 _GUARDED = ("step", "state_dict", "load_state_dict", "add_param_group")
 # Left on an optimizer by GradScaler for the time of one step.
 _PASSED = ("grad_scale", "found_inf")
+
+
+# What _Refusal says: expected, got, remedy.
+_UNWRAPPED = (
+    "a call of the plain optimizer",
+    "one of the wrapper that unwrap() has emptied",
+    "Use what unwrap() gave.",
+)
+
+
+def _inside(owner: str) -> tuple[str, str, str]:
+    return (
+        f"a call of the {owner} around it",
+        "a call of the optimizer inside",
+        "Use what the wrapping call returned; its unwrap() gives this optimizer back.",
+    )
+
+
+def counts_on_device(group: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's class counts this group's steps on the device of its parameters."""
+    return bool(group.get("fused") or group.get("capturable"))
 
 
 class StateOfParameters(Mapping[Tensor, dict[str, Any]]):
@@ -39,10 +60,18 @@ class StateOfParameters(Mapping[Tensor, dict[str, Any]]):
         self._owner = owner
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
-        state = self._owner._export(parameter)
-        if state is None:
+        if parameter not in self:
             raise KeyError(parameter)
+        ((_, state),) = self._owner._export([parameter])
         return state
+
+    def items(self) -> ItemsView[Tensor, dict[str, Any]]:
+        """All of it, each byte read once."""
+        return dict(self._owner._export(self._owner._with_state())).items()
+
+    def values(self) -> ValuesView[dict[str, Any]]:
+        """See :meth:`items`."""
+        return dict(self.items()).values()
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._owner._with_state())
@@ -71,9 +100,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
         # A scheduler that was made before has put its own step there.
         self._before = {name: vars(self._inner)[name] for name in _GUARDED if name in vars(self._inner)}
         for name in _GUARDED:
-            setattr(self._inner, name, _Refusal(name, type(self).__name__))
+            setattr(self._inner, name, _Refusal(name, _inside(type(self).__name__)))
 
     def _let_go(self) -> torch.optim.Optimizer:
+        """The optimizer inside has everything again, and we nothing: whoever still calls us hears of it."""
+        for name in _GUARDED:
+            setattr(self, name, _Refusal(name, _UNWRAPPED))
         for name in _GUARDED:
             vars(self._inner).pop(name, None)
         vars(self._inner).update(self._before)
@@ -90,8 +122,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """The parameters that have state, in the order of the groups."""
 
     @abstractmethod
-    def _export(self, parameter: Tensor) -> dict[str, Any] | None:
-        """Copies of a parameter's state in host memory, or None if it has none."""
+    def _export(self, parameters: Sequence[Tensor]) -> Iterable[tuple[Tensor, dict[str, Any]]]:
+        """Parameters that have state, and copies of it in host memory."""
 
     @abstractmethod
     def _import(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -106,7 +138,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """The last group is new."""
 
     @abstractmethod
-    def _settings(self) -> dict[str, Any]:
+    def _keywords(self) -> dict[str, Any]:
         """Keyword arguments that make another one like this."""
 
     # ---- an optimizer --------------------------------------------------------------------------
@@ -143,7 +175,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See ``torch.optim.Optimizer.add_param_group``."""
         type(self._inner).add_param_group(self._inner, param_group)
-        self._added()
+        try:
+            self._added()
+        except BaseException:
+            # A group that nobody plans for would be stepped by nobody.
+            self.param_groups.pop()
+            raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` of this or of a plain optimizer gave. Never brings the whole of it to the device.
@@ -165,12 +202,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
         for number, parameter in by_number.items():
             for name, value in states.get(parameter, {}).items():
                 self._check_value(number, parameter, name, value)
-        self._import(states)
         for group, new in zip(self.param_groups, saved, strict=True):
             kept: dict[str, Any] = {key: group[key] for key in ("params", "param_names") if key in group}
             group.clear()
             group.update(new)
             group.update(kept)
+        self._import(states)
         for load_hook in self._optimizer_load_state_dict_post_hooks.values():
             load_hook(self)
 
@@ -203,8 +240,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        states = [(parameter, self._export(parameter)) for parameter in self._with_state()]
-        return _rebuild, (type(self), _Shell(self._inner), self._settings(), states)
+        states = list(self._export(self._with_state()))
+        return _rebuild, (type(self), _Shell(self._inner), self._keywords(), states)
 
 
 class _Shell:
@@ -226,10 +263,10 @@ def _open_shell(cls: type[torch.optim.Optimizer], state: dict[str, Any]) -> torc
 def _rebuild(
     cls: type[WrappedOptimizer],
     inner: torch.optim.Optimizer,
-    settings: dict[str, Any],
+    keywords: dict[str, Any],
     states: list[tuple[Tensor, dict[str, Any]]],
 ) -> WrappedOptimizer:
-    made = cls(inner, **settings)
+    made = cls(inner, **keywords)
     made._import(dict(states))
     return made
 
@@ -239,18 +276,19 @@ class _Refusal:
 
     _wrapped_by_lr_sched = True  # a scheduler that is made for it now need not wrap it
 
-    def __init__(self, name: str, owner: str) -> None:
+    def __init__(self, name: str, why: tuple[str, str, str]) -> None:
         self._name = name
-        self._owner = owner
+        self._why = why
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        expected, got, remedy = self._why
         raise StateError(
             explain(
-                f"{self._name}() of an optimizer that was wrapped",
-                expected=f"a call of the {self._owner} around it",
-                got="a call of the optimizer inside, whose state has left it",
+                f"{self._name}() of an optimizer whose state has left it",
+                expected=expected,
+                got=got,
                 where=self._name,
-                remedy="Use what the wrapping call returned; its unwrap() gives this optimizer back.",
+                remedy=remedy,
             )
         )
 

@@ -6,17 +6,16 @@ Law: whether it can be met is known before a layer is wrapped.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from lowtide.errors import ConfigError, explain
 from lowtide.optim.reuse import check_model, reuse_fp32_param
-from lowtide.optim.swap import SwapOptimizer, swap_optimizer
+from lowtide.optim.swap import swap_optimizer
 from lowtide.recipes.config import MemoryConfig
 
 __all__ = ["check_optimizer", "refuse_optimizer_fields", "wrap_optimizer"]
-
-_TIMES = 16
 
 
 def check_optimizer(config: MemoryConfig, optimizer: torch.optim.Optimizer | None) -> None:
@@ -56,21 +55,21 @@ def wrap_optimizer(
     """The optimizer to train with; how to take it off again is appended to ``undo``."""
     if optimizer is None or not config.treats_optimizer:
         return optimizer
-    times = config.swap_optimizer_times or _TIMES
-    made: SwapOptimizer
     if not config.swap_optimizer:
-        made = reuse_fp32_param(model, optimizer, swap_times=times)
-    elif config.reuse_fp32_param:
-        check_model(model, optimizer)
-        made = swap_optimizer(optimizer, swap_times=times, master="residual")
+        made = reuse_fp32_param(model, optimizer)
     else:
-        made = swap_optimizer(optimizer, swap_times=times)
-    undo.append(lambda: _unwrap(made))
+        if config.reuse_fp32_param:
+            check_model(model, optimizer)
+        options: dict[str, Any] = (
+            {} if config.swap_optimizer_times is None else {"swap_times": config.swap_optimizer_times}
+        )
+        made = swap_optimizer(optimizer, master="residual" if config.reuse_fp32_param else None, **options)
+
+    def unwrap() -> None:
+        made.unwrap()
+
+    undo.append(unwrap)
     return made
-
-
-def _unwrap(optimizer: SwapOptimizer) -> None:
-    optimizer.unwrap()
 
 
 def _fields(config: MemoryConfig) -> str:
