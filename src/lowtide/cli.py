@@ -103,6 +103,11 @@ def bench(
 
 
 Device = Annotated[str, typer.Option(metavar="NAME", help="A described device, such as h100-80gb, gh200 or tiny.")]
+Model = Annotated[str, typer.Option(help="llama-7b, llama-8b-gqa, llama-70b or tiny-llama.")]
+Layers = Annotated[Optional[int], typer.Option(min=1, help="The model's own number if not given.")]  # noqa: UP045
+Tokens = Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")]
+Sequences = Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")]
+Link = Annotated[Optional[float], typer.Option(metavar="GB/s", help="Each way, for the description's.")]  # noqa: UP045
 TraceFile = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option("--trace", metavar="FILE", dir_okay=False, help="Also write a trace for Perfetto; .gz compresses."),
@@ -113,17 +118,17 @@ TraceFile = Annotated[
 def bench_sim(
     *,
     device: Device = "h100-80gb",
-    model: Annotated[str, typer.Option(help="llama-7b, llama-8b-gqa, llama-70b or tiny-llama.")] = "llama-7b",
+    model: Model = "llama-7b",
     policy: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Option(help="plain, recompute, recompute+swap-inputs, save, swap, swap-hideable, swap-all, or all."),
     ] = None,
-    layers: Annotated[Optional[int], typer.Option(min=1, help="The model's own number if not given.")] = None,  # noqa: UP045
-    seq: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a batch.")] = 1,
+    layers: Layers = None,
+    seq: Tokens = 4096,
+    batch: Sequences = 1,
     micro_batches: Annotated[int, typer.Option(min=1, help="Of a step; more than one: a pipeline's stage, 1F1B.")] = 1,
     warm_up: Annotated[int, typer.Option(min=0, help="Forwards before the first backward.")] = 0,
-    link: Annotated[Optional[float], typer.Option(metavar="GB/s", help="Each way, for the description's.")] = None,  # noqa: UP045
+    link: Link = None,
     capacity: Annotated[Optional[float], typer.Option(metavar="GB", help="For the description's.")] = None,  # noqa: UP045
     in_flight: Annotated[Optional[float], typer.Option(metavar="MiB", help="Bound on bytes in flight.")] = None,  # noqa: UP045
     ends: Annotated[bool, typer.Option("--ends", help="With embedding, last norm and head.")] = False,
@@ -171,13 +176,13 @@ def bench_optimizer(
 def bench_sim_optimizer(
     *,
     device: Device = "h100-80gb",
-    model: Annotated[str, typer.Option(help="llama-7b, llama-8b-gqa, llama-70b or tiny-llama.")] = "llama-7b",
-    layers: Annotated[Optional[int], typer.Option(min=1, help="The model's own number if not given.")] = None,  # noqa: UP045
-    seq: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 1,
+    model: Model = "llama-7b",
+    layers: Layers = None,
+    seq: Tokens = 4096,
+    batch: Sequences = 1,
     accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 8,
     swap_times: Annotated[int, typer.Option(min=1, help="Buckets of a step.")] = 16,
-    link: Annotated[Optional[float], typer.Option(metavar="GB/s", help="Each way, for the description's.")] = None,  # noqa: UP045
+    link: Link = None,
     json: Json = None,
 ) -> None:
     """Step a model's AdamW on a simulated device, plain and with swapped state: virtual times, exact bytes."""

@@ -30,7 +30,7 @@ from lowtide.measure import Record, write_records
 from lowtide.sim import Simulator
 from lowtide.sim.describe import Description
 
-__all__ = ["OptionError", "run"]
+__all__ = ["OptionError", "described", "run", "shape_of"]
 
 BENCH = "bench sim"
 PLAIN = "plain"
@@ -39,7 +39,7 @@ GIB = 1 << 30
 
 
 class OptionError(LowtideError, ValueError):
-    """An option of ``lowtide bench sim`` names something that does not exist, or a size that cannot be."""
+    """An option of a bench on a simulated device names something that does not exist, or a size that cannot be."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,7 @@ _TABLES = {
 
 def _refuse(what: str, expected: str, got: object) -> OptionError:
     return OptionError(
-        explain(
-            what, expected=expected, got=repr(got), where="lowtide bench sim", remedy="See: lowtide bench sim --help"
-        )
+        explain(what, expected=expected, got=repr(got), where="lowtide bench", remedy="See: lowtide bench sim --help")
     )
 
 
@@ -107,7 +105,8 @@ def _chosen(policies: Sequence[str]) -> list[str]:
     return [name for name in POLICIES if name == PLAIN or name in policies or ALL in policies]
 
 
-def _shape(model: str, layers: int | None) -> Shape:
+def shape_of(model: str, layers: int | None) -> Shape:
+    """A named model's shape, with another number of layers where one is given."""
     if model not in MODELS:
         raise _refuse("unknown model", f"one of {', '.join(MODELS)}", model)
     shape = MODELS[model] if layers is None else MODELS[model].with_layers(layers)
@@ -221,12 +220,19 @@ def _table(console: Console, case: str, records: Iterable[Record]) -> None:
                 console.print(f"{mode}: {'moves ' if metric == 'moved' else ''}{seen[metric]}.", markup=False)
 
 
-def _described(device: str, link: float | None, capacity: float | None) -> Description:
+def described(device: str, link: float | None, capacity: float | None) -> Description:
     """A named device, with another link (GB/s) or memory (GB) where they are given."""
     description = Description.named(device)
     if link is not None:
         description = description.with_(link=link * 1e9)
     return description if capacity is None else description.with_(capacity=round(capacity * 1e9))
+
+
+def _demand_a_step(seq: int, batch: int, micro_batches: int, warm_up: int) -> None:
+    if seq < 1 or batch < 1:
+        raise _refuse("wrong size of a step", "at least 1 token and 1 sequence", (seq, batch))
+    if micro_batches < 1 or not 0 <= warm_up < micro_batches:
+        raise _refuse("wrong schedule", "fewer forwards to warm up than micro-batches", (micro_batches, warm_up))
 
 
 def run(
@@ -274,12 +280,9 @@ def run(
         OptionError: an unknown model or policy, or an impossible size.
         DescriptionError: an unknown device.
     """
-    names, shape = _chosen(policies), _shape(model, layers)
-    if seq < 1 or batch < 1:
-        raise _refuse("wrong size of a step", "at least 1 token and 1 sequence", (seq, batch))
-    if micro_batches < 1 or not 0 <= warm_up < micro_batches:
-        raise _refuse("wrong schedule", "fewer forwards to warm up than micro-batches", (micro_batches, warm_up))
-    description = _described(device, link, capacity)
+    names, shape = _chosen(policies), shape_of(model, layers)
+    _demand_a_step(seq, batch, micro_batches, warm_up)
+    description = described(device, link, capacity)
     sim = lowtide.sim.start(description, compute=False, checks=False)
     case = f"{device} {model} x{shape.layers} {batch}x{seq} {description.link_out / 1e9:g} GB/s"
     if micro_batches > 1:

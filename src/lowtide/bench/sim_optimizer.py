@@ -18,9 +18,8 @@ from torch import nn
 
 import lowtide
 import lowtide.sim
-from lowtide.bench.sim_models import MODELS
+from lowtide.bench.sim import described, shape_of
 from lowtide.bench.sim_step import Work
-from lowtide.errors import LowtideError, explain
 from lowtide.measure import Record, write_records
 from lowtide.optim.swap import SwapOptimizer
 from lowtide.residency.room import assuming_host_bytes
@@ -179,14 +178,11 @@ def run(
     link: float | None,
 ) -> int:
     """Measure every mode, print a table, and write records. Memory is taken to be enough for the plain one."""
-    if model not in MODELS:
-        raise LowtideError(
-            explain("unknown model", expected=f"one of {', '.join(MODELS)}", got=model, where=BENCH, remedy="Name one.")
-        )
-    shape = MODELS[model] if layers is None else MODELS[model].with_layers(layers)
-    sim = lowtide.sim.start(device, compute=False, capacity=1 << 60)
-    rate = link * 1e9 if link is not None else min(sim.description.link_out, sim.description.link_in)
-    sim.set(link_out=rate, link_in=rate)
+    shape = shape_of(model, layers)
+    # As much memory as the plain one needs, so that it can be compared.
+    description = described(device, link, capacity=1e9)
+    sim = lowtide.sim.start(description, compute=False, checks=False)
+    rate = min(description.link_out, description.link_in)
     work = Work.build(shape, seq, batch, ends=True)
     micro_batch = _micro_batch(work, sim)
     parameters = list(work.model.parameters())
