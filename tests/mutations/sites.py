@@ -34,6 +34,7 @@ FILES = (
     "activations/links.py",
     "optim/pipeline.py",
     "optim/segment.py",
+    "optim/gradients.py",
 )
 
 # Of these files only the classes that the accelerator's path uses.

@@ -53,15 +53,20 @@ def swapped_state(kit: Kit) -> None:
     _steps(kit, model, _optimizer(kit, model), range(5), skips=True)
 
 
-def swapped_beside_activations(kit: Kit) -> None:
-    """A model's activations and its optimizer's state go through the same carrier and the same buffers."""
-    model = kit.gpt()
+def _swapped_gpt(kit: Kit) -> nn.Module:
+    model: nn.Module = kit.gpt()
     if not kit.plain:
         import lowtide
 
-        for layer in model.layers:
+        for layer in model.layers:  # type: ignore[union-attr]
             lowtide.swap_wrapper(layer)
         lowtide.auto(model)
+    return model
+
+
+def swapped_beside_activations(kit: Kit) -> None:
+    """A model's activations and its optimizer's state go through the same carrier and the same buffers."""
+    model = _swapped_gpt(kit)
     optimizer = _optimizer(kit, model)
     for batch in kit.batches(3):
         optimizer.zero_grad()
@@ -121,6 +126,57 @@ def _fail_at(kit: Kit, optimizer: Any, number: int) -> None:
     finally:
         swap.update_segment = update
     kit.check(not any(segment.is_resident for segment in optimizer._segments), "all that was on its way is back")
+
+
+def stepped_on_the_host(kit: Kit) -> None:
+    """Gradients leave in backward, two of them a step and few at a time, and are added up and clipped on the host."""
+    model = _swapped_gpt(kit)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    if not kit.plain:
+        import lowtide
+        from lowtide.optim import gradients
+
+        gradients.IN_FLIGHT_BYTES = 20_000
+        optimizer = lowtide.cpu_optimizer(optimizer, grad_offload=True)
+    for step in range(3):
+        optimizer.zero_grad()
+        for batch in kit.batches(2):
+            model(batch).square().mean().backward()
+            kit.mark()
+        with torch.no_grad():
+            kit.note(model(batch))  # reads the parameters until the step writes them
+        if step:
+            (torch.nn.utils.clip_grad_norm_ if kit.plain else _clipped(optimizer))(model.parameters(), 0.5)
+        optimizer.step()
+        kit.note(*model.parameters())
+        kit.mark()
+
+
+def _clipped(optimizer: Any) -> Callable[..., Any]:
+    return lambda _, norm: optimizer.clip_grad_norm_(norm)
+
+
+def stepped_on_the_host_late(kit: Kit) -> None:
+    """Gradients leave in the step; parameters are read until then, and edited and saved right after it."""
+    model = _swapped_gpt(kit)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    if not kit.plain:
+        import lowtide
+
+        optimizer = lowtide.cpu_optimizer(optimizer)
+    (batch,) = kit.batches(1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        with torch.no_grad():
+            kit.note(model(batch))
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+        kit.note(*model.parameters())
+        kit.mark()
+        optimizer.state_dict()
 
 
 def chunks(kit: Kit) -> None:
@@ -251,6 +307,8 @@ STEPPED: dict[str, Callable[[Kit], None]] = {
     "optimizer beside activations": swapped_beside_activations,
     "optimizer saved": saved_and_loaded,
     "optimizer failing": failing,
+    "on the host": stepped_on_the_host,
+    "on the host, late": stepped_on_the_host_late,
     "chunks": chunks,
     "chunks of products": chunks_of_products,
     "chunks read again": chunks_read_again,

@@ -204,10 +204,7 @@ class CpuOptimizer(WrappedOptimizer):
         for row in self._rows:
             self._collect(row)
         due = [row for row in self._rows if row.pending]
-        refresh(due)
-        lanes = {local_part(row.parameter).device: None for row in due}
-        for where in lanes:
-            self._lanes.of(where).begin()
+        refresh(due)  # and wait for all that reads or writes a parameter
         worker = Worker(self._inner, passed)
         try:
             for batch in batches_of(due):

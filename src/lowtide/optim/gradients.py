@@ -114,21 +114,18 @@ class Lane:
         while self._leaving:
             self._release_oldest()
 
-    def begin(self) -> None:
-        """Before copies up: the parameters' readers so far come first."""
-        if self._stream is not None:
-            device.wait_stream(self._stream, device.current_stream(self._where))
+    def copy_up(self, row: Tensor, target: Tensor) -> None:
+        """Launch a copy of host memory to ``target``, whose readers so far the host has waited for.
 
-    def copy_up(self, row: Tensor, target: Tensor) -> device.Event | None:
-        """Launch a copy of host memory to ``target``; ``row`` must stay as it is until the event."""
+        ``row`` must stay as it is until the host has read ``target``.
+        """
         self.up_bytes += row.numel() * row.element_size()
         self._sent = True
         if self._stream is None:
             target.copy_(row)
-            return None
+            return
         with device.use_stream(self._stream):
             target.copy_(row, non_blocking=True)
-            return device.record_event(self._stream)
 
     def end(self) -> None:
         """After copies up: what is computed from now on sees them."""

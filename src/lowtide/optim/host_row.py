@@ -63,7 +63,6 @@ class HostRow:
         self._gradient: HostGradient | None = None
         self._made = False  # the master holds what the last step has left
         self._written: int | None = None  # the sum of the parameter's bits as we have written it
-        self._sent: device.Event | None = None
 
     # ---- memory --------------------------------------------------------------------------------
 
@@ -163,15 +162,9 @@ class HostRow:
         self._written = int(sum_of_bits(image))
         lane = self._lanes.of(local.device)
         if self._dense:
-            self._sent = lane.copy_up(image, flat_view(local))
+            lane.copy_up(image, flat_view(local))
         else:
-            self._sent = lane.copy_up(image.view(local.shape), local)
-
-    def wait(self) -> None:
-        """Let the host wait for the copy of the parameter that is under way."""
-        if self._sent is not None:
-            self._sent.synchronize()
-            self._sent = None
+            lane.copy_up(image.view(local.shape), local)
 
     def bits(self) -> Tensor:
         """The sum of the parameter's bits now, on its device."""
@@ -225,7 +218,6 @@ class HostRow:
         for name, value in (state or {}).items():
             if name == MASTER:
                 if self._full is not None:
-                    self.wait()
                     self.shaped(self.master).copy_(local_part(value))
                     self._made = True  # the parameter is compared with it at the next step
             else:
@@ -291,12 +283,11 @@ def offload(row: HostRow, parameter: Tensor) -> None:
 def refresh(rows: Sequence[HostRow]) -> None:
     """Make the masters of rows what they have to be before a step: a parameter that was changed wins over its master.
 
-    The host waits for copies of parameters that are under way, and for one number of each parameter, which the device
-    sums up: all of a device in one copy.
+    The host waits for one number of each parameter, which the device sums up: all of a device in one copy. That comes
+    after the copies of the last step, so what those were read from may be written again.
     """
     by_device: dict[torch.device, list[HostRow]] = {}
     for row in rows:
-        row.wait()
         by_device.setdefault(local_part(row.parameter).device, []).append(row)
     for here in by_device.values():
         for row, bits in zip(here, torch.stack([row.bits() for row in here]).tolist(), strict=True):
