@@ -317,3 +317,29 @@ def test_an_optimizer_keeps_its_hooks_where_we_look_for_them() -> None:
     assert [len(getattr(optimizer, name)) for name in _torch.OPTIMIZER_HOOKS] == [1] * 6
     hooks = {name for name in vars(optimizer) if name.endswith("_hooks")}
     assert hooks == set(_torch.OPTIMIZER_HOOKS)
+
+
+def test_a_tensor_without_data_has_shape_type_and_device_and_sends_functions_to_its_class() -> None:
+    seen: list[str] = []
+
+    class Empty(torch.Tensor):
+        __torch_function__ = _torch.no_torch_function
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return None if func is torch.ops.aten._foreach_zero_.default else torch.zeros(())
+
+    made = _torch.data_less(Empty, torch.empty(2, 3, dtype=torch.bfloat16), (1, 2))
+    assert type(made) is Empty
+    assert (made.shape, made.stride(), made.dtype) == ((2, 3), (1, 2), torch.bfloat16)
+    assert made.data_ptr() == 0
+    torch.linalg.vector_norm(made)
+    torch._foreach_zero_([made])
+    assert seen == ["aten.linalg_vector_norm.default", "aten._foreach_zero_.default"]
+
+
+def test_what_a_sharded_tensor_holds_is_the_object_itself() -> None:
+    plain = torch.ones(2)
+    assert _torch.local_of(plain) is plain
+    assert _torch.local_of(None) is None

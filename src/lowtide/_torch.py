@@ -38,12 +38,15 @@ __all__ = [
     "current_backward",
     "current_python_node",
     "current_saved_tensor_hooks",
+    "data_less",
     "direct_call",
     "free_weak_storage",
     "is_traceable_subclass",
     "like_sharded",
+    "local_of",
     "no_autocast",
     "no_dispatch",
+    "no_torch_function",
     "pin_again",
     "queue_after_backward",
     "register_device_module",
@@ -95,6 +98,15 @@ NO_BACKWARD = -1
 
 # Runs the body below every Python dispatch mode and subclass (1.11-2.14).
 no_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
+
+
+# As a class's `__torch_function__`: its tensors are plain ones up to the dispatcher (1.11-2.14).
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def data_less(cls: type[torch.Tensor], like: torch.Tensor, strides: tuple[int, ...]) -> Any:
+    """A tensor of the subclass ``cls`` with the shape, type and device of ``like``, and no memory (1.11-2.14)."""
+    return torch.Tensor._make_wrapper_subclass(cls, like.size(), strides=strides, dtype=like.dtype, device=like.device)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -249,3 +261,8 @@ def like_sharded(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
     made: torch.Tensor = DTensor(local, spec, requires_grad=False)
     return made
+
+
+def local_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The very object that a ``DTensor`` holds, of which ``to_local`` may give a view; else the tensor (2.0-2.14)."""
+    return getattr(tensor, "_local_tensor", tensor)

@@ -1,10 +1,11 @@
-"""Programs with a swapped optimizer over sharded parameters: steps, clipping, and distributed checkpoints.
+"""Programs with a wrapped optimizer over sharded and replicated parameters: steps, clipping, distributed checkpoints.
 
 Law: bits are compared in the rank that made them, with a plain optimizer over the same shards.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from lowtide.optim.cpu import cpu_optimizer
 from lowtide.optim.swap import swap_optimizer
 
 WIDTH = 48
@@ -48,6 +51,13 @@ def swapped(parameters: Any) -> torch.optim.Optimizer:
     return swap_optimizer(adamw(parameters), swap_times=3)
 
 
+def offloaded(parameters: Any) -> torch.optim.Optimizer:
+    return cpu_optimizer(adamw(parameters), grad_offload=True)
+
+
+WAYS = {"swapped": swapped, "offloaded": offloaded}
+
+
 def local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
@@ -70,9 +80,9 @@ def same_state(first: dict[str, Any], second: dict[str, Any]) -> bool:
     return True
 
 
-def fully_sharded() -> dict[str, bool]:
+def fully_sharded(way: str) -> dict[str, bool]:
     """Four steps of both over shards, with the norm over all ranks."""
-    plain, wrapped = model_and(adamw), model_and(swapped)
+    plain, wrapped = model_and(adamw), model_and(WAYS[way])
     for model, optimizer in (plain, wrapped):
         train(model, optimizer, range(4))
     return {
@@ -80,6 +90,34 @@ def fully_sharded() -> dict[str, bool]:
             torch.equal(local(a), local(b)) for a, b in zip(plain[0].parameters(), wrapped[0].parameters(), strict=True)
         ),
         "state": same_state(plain[1].state_dict(), wrapped[1].state_dict()),
+    }
+
+
+def replicated(way: str, *, views: bool) -> dict[str, bool]:
+    """Four steps of both over replicas, of which only the second backward of each reduces gradients; clipped."""
+    ends = []
+    for make in (adamw, WAYS[way]):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(WIDTH, 33), nn.Tanh(), nn.Linear(33, WIDTH))
+        replica = DistributedDataParallel(model, gradient_as_bucket_view=views)
+        optimizer = make(model.parameters())
+        norms = []
+        for step in range(4):
+            optimizer.zero_grad()
+            for micro in range(2):
+                draw = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
+                data = torch.randn(4, WIDTH, generator=draw)
+                with contextlib.nullcontext() if micro else replica.no_sync():
+                    replica(data).square().mean().backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+            optimizer.step()
+        ends.append((norms, [p.detach() for p in model.parameters()], optimizer.state_dict()))
+        del replica  # it holds the process group
+    (norms, weights, state), (other_norms, other_weights, other_state) = ends
+    return {
+        "norms": all(torch.equal(a, b) for a, b in zip(norms, other_norms, strict=True)),
+        "weights": all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True)),
+        "state": same_state(state, other_state),
     }
 
 

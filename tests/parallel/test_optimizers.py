@@ -1,4 +1,4 @@
-"""A swapped optimizer over shards (O3), and its checkpoints, which other worlds and plain optimizers load."""
+"""Wrapped optimizers over shards and replicas (O3, O4), and checkpoints, which other worlds and plain ones load."""
 
 from __future__ import annotations
 
@@ -20,8 +20,16 @@ def worlds() -> Iterator[dict[int, World]]:
         world.close()
 
 
-def test_steps_over_shards_have_the_plain_bits(worlds: dict[int, World]) -> None:
-    assert worlds[2].run("optimizers.fully_sharded") == [{"weights": True, "state": True}] * 2
+@pytest.mark.parametrize("way", ["swapped", "offloaded"])
+def test_steps_over_shards_have_the_plain_bits(worlds: dict[int, World], way: str) -> None:
+    assert worlds[2].run("optimizers.fully_sharded", way=way) == [{"weights": True, "state": True}] * 2
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("way", ["swapped", "offloaded"])
+def test_steps_over_replicas_have_the_plain_bits(worlds: dict[int, World], way: str, *, views: bool) -> None:
+    found = worlds[2].run("optimizers.replicated", way=way, views=views)
+    assert found == [{"norms": True, "weights": True, "state": True}] * 2
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -16,9 +16,11 @@ import torch
 from lowtide import device
 from lowtide.errors import ConfigError, StateError, UnsupportedError, explain
 from lowtide.optim.gradients import Lanes, Slabs
+from lowtide.optim.host_gradient import Beside
 from lowtide.optim.host_row import HostRow, Offload, batches_of, demand_host_room, offload, refresh
 from lowtide.optim.kinds import Kind, StateSpec, kind_of, spec_from_state, spec_of
 from lowtide.optim.masters import MASTER, choose
+from lowtide.optim.stand_in import left
 from lowtide.optim.tensors import is_sharded, local_part
 from lowtide.optim.worker import Worker
 from lowtide.optim.wrapper import WrappedOptimizer, counts_on_device
@@ -68,10 +70,12 @@ class CpuOptimizer(WrappedOptimizer):
         self._rows: list[HostRow] = []
         self._by_id: dict[int, HostRow] = {}
         self._lanes = Lanes()
+        self._beside = Beside()
         self._slabs: list[Slabs] = []
         # Torch keeps a hook with the parameter, and the parameter may outlive this optimizer.
         self._handles: list[Any] = []
-        self._unhook = weakref.finalize(self, _remove, self._handles)
+        self._watched: list[tuple[weakref.ref[Tensor], weakref.ref[HostRow]]] = []
+        self._unhook = weakref.finalize(self, _remove, self._handles, self._watched)
         self._unhook.atexit = False
         self._steps = 0
         states = dict(inner.state)
@@ -94,7 +98,10 @@ class CpuOptimizer(WrappedOptimizer):
                 _demand_whole(parameter, self._kind, name)
                 stepped = choose(parameter.dtype, self._master, "exact").stepped or parameter.dtype
                 spec = self._spec(number, parameter, stepped, states.get(parameter))
-                rows.append(HostRow(parameter, number, name, stepped=stepped, spec=spec, lanes=self._lanes))
+                row = HostRow(
+                    parameter, number, name, stepped=stepped, spec=spec, lanes=self._lanes, beside=self._beside
+                )
+                rows.append(row)
         return rows
 
     def _spec(self, group: int, parameter: Tensor, stepped: torch.dtype, state: Any) -> StateSpec:
@@ -136,6 +143,7 @@ class CpuOptimizer(WrappedOptimizer):
     def _hook(self, row: HostRow) -> None:
         """Take the parameter's gradient, if it has one, and every later one when it is there."""
         self._handles.append(row.parameter.register_post_accumulate_grad_hook(Offload(row)))
+        self._watched.append((weakref.ref(row.parameter), weakref.ref(row)))
         row.hooked = True
         offload(row, row.parameter)
 
@@ -143,10 +151,10 @@ class CpuOptimizer(WrappedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """See ``torch.optim.Optimizer.zero_grad``; forgets, or makes zeros of, gradients in host memory too."""
-        for row in self._rows:
-            if row.has_gradient:
-                row.gradient.zero(set_to_none=set_to_none)
         super().zero_grad(set_to_none=set_to_none)
+        for row in self._rows:
+            if row.has_gradient and row.parameter.grad is None:
+                row.gradient.zero(set_to_none=True)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; for ``grad_offload=True``.
@@ -169,6 +177,8 @@ class CpuOptimizer(WrappedOptimizer):
                 )
             )
         with torch.no_grad(), device.with_default_device(_HOST):
+            for row in self._rows:
+                self._collect(row)  # what was set by hand or dropped since backward
             due = [row for row in self._rows if row.pending]
             for row in due:
                 if is_sharded(row.parameter):
@@ -177,24 +187,15 @@ class CpuOptimizer(WrappedOptimizer):
                 return torch.tensor(0.0)
             kind = float(norm_type)
             # One at a time: only one gradient of 16 bits is held in float32 as well.
-            norms = [torch.linalg.vector_norm(row.shaped(row.gradient.value()), kind) for row in due]
+            norms = [row.gradient.norm(kind) for row in due]
             total: Tensor = torch.linalg.vector_norm(torch.stack(norms), kind)
             factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
             for row in due:
                 row.gradient.scale(factor)
             return total
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        # Offloaded: a scaler finds no gradients, and would say only that. It is to come to step(), which explains.
-        return self._grad_offload or super()._step_supports_amp_scaling
-
     def _passed(self) -> dict[str, Any]:
         found = super()._passed()
-        if found and self._grad_offload:
-            for name in found:
-                delattr(self, name)
-            raise _no_scaler()
         return {name: value.to("cpu") if isinstance(value, Tensor) else value for name, value in found.items()}
 
     # ---- one step ------------------------------------------------------------------------------
@@ -226,11 +227,14 @@ class CpuOptimizer(WrappedOptimizer):
                 row.gradient.used()
             if parameter.grad is not None:
                 row.receive(parameter.grad)
-        elif not row.hooked:
-            if parameter.requires_grad:  # it was frozen until now
-                self._hook(row)
-        elif parameter.grad is not None:
-            raise _past_the_hook(row.name)
+            return
+        if not row.hooked and parameter.requires_grad:  # it was frozen until now
+            self._hook(row)
+        if parameter.grad is None:
+            if row.has_gradient:
+                row.gradient.zero(set_to_none=True)
+        else:
+            offload(row, parameter)
 
     # ---- state ---------------------------------------------------------------------------------
 
@@ -260,7 +264,6 @@ class CpuOptimizer(WrappedOptimizer):
 
         Cost: the bytes of state and gradients on the device.
         """
-        self._unhook()
         inner = self._inner
         for row in self._rows:
             where = local_part(row.parameter).device
@@ -273,6 +276,7 @@ class CpuOptimizer(WrappedOptimizer):
                 }
             if self._grad_offload:
                 row.give_back()
+        self._unhook()
         return self._let_go()
 
     def report(self) -> CpuOptimizerReport:
@@ -289,10 +293,15 @@ class CpuOptimizer(WrappedOptimizer):
         )
 
 
-def _remove(handles: list[Any]) -> None:
+def _remove(handles: list[Any], watched: list[tuple[weakref.ref[Tensor], weakref.ref[HostRow]]]) -> None:
+    """Take hooks off, and gradients whose elements are gone."""
     for handle in handles:
         handle.remove()
+    for parameter, row in ((of_parameter(), of_row()) for of_parameter, of_row in watched):
+        if parameter is not None and left(parameter.grad, row):
+            parameter.grad = None
     handles.clear()
+    watched.clear()
 
 
 def cpu_optimizer(
@@ -308,36 +317,41 @@ def cpu_optimizer(
 
     Cost: each gradient goes down once a backward and each parameter up once a step. The host does the arithmetic: give
     classes that have it ``fused=True``, several times as fast there as their loops. From the second backward of a step
-    on, the host also adds, while backward waits. Beside the parameters the device holds the gradients that are on
-    their way, 64 MiB or one of them. Host memory for AdamW: up to 18 bytes an element of 16 bits, 20 of 32.
+    on, the host also adds: a thread does, while backward goes on. Beside the parameters the device holds the gradients
+    that are on their way, 64 MiB or one of them. Host memory for AdamW: up to 18 bytes an element of 16 bits, 20 of 32.
 
     On the CPU the result has the bits of the same loop with separate float32 masters. Under an accelerator it has not
     the bits of a step there: other kernels. See :func:`lowtide.swap_optimizer` for one that has.
 
-    Hazard: with ``grad_offload=True`` parameters have no ``grad`` after backward. ``torch.nn.utils.clip_grad_norm_``
-    finds nothing and returns 0: call :meth:`CpuOptimizer.clip_grad_norm_`. ``model.zero_grad()`` does not reach
-    gradients in host memory: call the optimizer's. DistributedDataParallel reduces gradients after they have left:
-    use ``grad_offload=False`` there. Editing a parameter makes its master anew for the edited elements.
+    With ``grad_offload=True``, after a gradient has left, ``parameter.grad`` stands in for it: the same shape, type and
+    device, no memory there. Clipping, ``GradScaler``, ``zero_grad`` of the optimizer or of the model,
+    DistributedDataParallel and FSDP2 use it as they use any other; norms are those of the sums in float32. Other
+    functions get a copy on the device.
+
+    Hazard: a function that reads such a gradient makes the host wait. After ``step()`` it is used up, and reading it
+    raises. Editing a parameter makes its master anew for the edited elements.
 
     Args:
         optimizer: an instance of a ``torch.optim`` optimizer, before or after its first step. Its state moves over.
         master: ``"fp32"``: parameters of 16 bits are stepped through a float32 master. None: in their own type.
         grad_offload: whether gradients leave the device in backward. False: they stay in ``parameter.grad`` until
-            ``step()``, for torch's clipping, for ``GradScaler`` and for whatever else reads them.
+            ``step()``, for a loop that computes much with them.
 
     Raises:
         ConfigError: an argument has a wrong value.
         UnsupportedError: the class cannot be taken apart (see :func:`lowtide.swap_optimizer`), or is ``capturable``; in
-            ``step()``: a GradScaler with ``grad_offload=True``; in backward: a sparse gradient.
+            backward: a sparse gradient.
         CapacityError: host memory has no room; nothing was moved.
-        StateError: what was given is no plain optimizer; in ``step()``: a gradient was set past the hook.
+        StateError: what was given is no plain optimizer.
 
     >>> import torch
     >>> from lowtide.optim.cpu import cpu_optimizer
     >>> layer = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
     >>> optimizer = cpu_optimizer(torch.optim.AdamW(layer.parameters(), fused=True), grad_offload=True)
     >>> layer(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
-    >>> layer.weight.grad is None
+    >>> layer.weight.grad
+    LeftGradient(parameter 0 of group 0, shape=(64, 64), dtype=torch.bfloat16)
+    >>> float(torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)) > 1
     True
     >>> optimizer.step()
     >>> optimizer.report().up_bytes
@@ -393,30 +407,6 @@ def _no_norm(name: str) -> UnsupportedError:
             expected="parameters that are not sharded",
             got="a DTensor",
             where=name,
-            remedy="Use cpu_optimizer(..., grad_offload=False) and torch.nn.utils.clip_grad_norm_.",
-        )
-    )
-
-
-def _no_scaler() -> UnsupportedError:
-    return UnsupportedError(
-        explain(
-            "a GradScaler cannot look for infinities in gradients that have left the device",
-            expected="gradients in parameter.grad",
-            got="grad_offload=True",
-            where="step of a CpuOptimizer",
-            remedy="Use cpu_optimizer(..., grad_offload=False), or bfloat16, which needs no scaler.",
-        )
-    )
-
-
-def _past_the_hook(name: str) -> StateError:
-    return StateError(
-        explain(
-            "a gradient was set past the hook that offloads it",
-            expected="parameter.grad to be None at step()",
-            got="a gradient (set by hand, or by DistributedDataParallel after its reduction)",
-            where=name,
-            remedy="Use cpu_optimizer(..., grad_offload=False).",
+            remedy="Call torch.nn.utils.clip_grad_norm_ with the parameters: it reduces the norm.",
         )
     )

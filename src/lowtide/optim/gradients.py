@@ -1,7 +1,6 @@
-"""Gradients in host memory: copied down while backward runs, added up there, and used once.
+"""The way between a device and host memory for gradients and parameters, and the memory at its end.
 
-Law: a gradient has left the device when the stream that computed it has waited for its copy, and not before; what the
-host adds or reads has arrived. Gradients of several backwards are added in the order in which they came, in float32.
+Law: a gradient has left the device when the stream that computed it has waited for its copy, and not before.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from lowtide import device
 from lowtide._torch import NO_BACKWARD, current_backward, queue_after_backward
 
-__all__ = ["HostGradient", "Lane", "Lanes", "Slabs", "host_memory"]
+__all__ = ["Lane", "Lanes", "Slabs", "bytes_of", "host_memory"]
 
 Tensor = torch.Tensor
 
@@ -94,7 +93,7 @@ class Lane:
             row.copy_(source, non_blocking=True)
             event = device.record_event(self._stream)
         self._leaving.append((source, event, current))
-        self._leaving_bytes += _bytes_of(source)
+        self._leaving_bytes += bytes_of(source)
         # The newest may always be under way, however large it is: else its copy could never overlap anything.
         while self._leaving_bytes > IN_FLIGHT_BYTES and len(self._leaving) > 1:
             self._release_oldest()
@@ -107,7 +106,7 @@ class Lane:
         source, event, stream = self._leaving.popleft()
         # The stream that computed it, not today's: its memory goes back to that one.
         device.wait_event(stream, event)
-        self._leaving_bytes -= _bytes_of(source)
+        self._leaving_bytes -= bytes_of(source)
 
     def release(self) -> None:
         """Let go of everything that is on its way down, its stream ordered after the copies."""
@@ -155,96 +154,6 @@ class Lanes:
             return list(self._lanes.values())
 
 
-def _bytes_of(tensor: Tensor) -> int:
+def bytes_of(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
-
-
-class HostGradient:
-    """One parameter's gradient in host memory, as a row: what has landed last, and the sum of what came before."""
-
-    def __init__(self, dtype: torch.dtype, landing: Tensor) -> None:
-        """``landing`` is where copies arrive; ``dtype`` is that of the parameter."""
-        self.landing = landing
-        self._wide = torch.promote_types(dtype, torch.float32)
-        self._sum: Tensor | None = None
-        self._summed = self._landed = False
-        self._event: device.Event | None = None
-        self._factor: Tensor | None = None
-        self._seen = False
-
-    @property
-    def pending(self) -> bool:
-        """Whether there is a gradient for the next step."""
-        return self._landed or self._summed
-
-    @property
-    def sum_bytes(self) -> int:
-        """Bytes of the sum, which is made when a second gradient comes."""
-        return 0 if self._sum is None else _bytes_of(self._sum)
-
-    def arrive(self, grad: Tensor, lane: Lane) -> None:
-        """Launch the copy of a gradient, given as a row, that adds to what is there. The host waits for the last one.
-
-        Cost: from the second gradient of a step on, an addition on the host.
-        """
-        self._fold()
-        if grad.dtype != self.landing.dtype:
-            self.landing = host_memory(grad.numel(), grad.dtype, pinned=self.landing.is_pinned())
-        self._event = lane.copy_down(grad, self.landing)
-        self._landed = self._seen = True
-
-    def _fold(self) -> None:
-        """Add what has landed to the sum, and apply the factor that was waiting for the whole of it."""
-        if not self.pending:
-            return
-        self.wait()
-        if self._sum is None:
-            self._sum = host_memory(self.landing.numel(), self._wide, pinned=False)
-        if self._landed:
-            # The first is copied: zero and a negative zero would be a zero.
-            self._sum.add_(self.landing) if self._summed else self._sum.copy_(self.landing)
-        if self._factor is not None:
-            self._sum.mul_(self._factor)
-        self._landed, self._summed, self._factor = False, True, None
-
-    def wait(self) -> None:
-        """Block the host until what was launched has arrived."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
-
-    def value(self) -> Tensor:
-        """The gradient, in float32 or wider; to be read before :meth:`used`."""
-        self.wait()
-        if self._summed:
-            factor, self._factor = self._factor, None
-            if self._landed:
-                self._fold()
-            self._factor = factor
-            assert self._sum is not None
-            value = self._sum
-        else:
-            value = self.landing.to(self._wide)
-        return value if self._factor is None else value * self._factor
-
-    def scale(self, factor: Tensor) -> None:
-        """Multiply the gradient so far by ``factor``, when it is used."""
-        if self._factor is not None:
-            self._fold()
-        self._factor = factor
-
-    def used(self) -> None:
-        """There is no gradient any more. The next one's copy may still be behind one that nobody waits for."""
-        self._event = self._factor = None
-        self._landed = self._summed = False
-
-    def zero(self, *, set_to_none: bool) -> None:
-        """As ``zero_grad`` does: forget it, or make it zeros if there was one since it was last forgotten."""
-        seen = self._seen and not set_to_none
-        self.used()
-        self._seen = seen
-        if seen:
-            if self._sum is None:
-                self._sum = host_memory(self.landing.numel(), self._wide, pinned=False)
-            self._sum.zero_()
-            self._summed = True

@@ -15,9 +15,11 @@ import torch
 from lowtide import device
 from lowtide._torch import like_sharded
 from lowtide.errors import UnsupportedError, explain
-from lowtide.optim.gradients import HostGradient, Lanes, Slabs, host_memory
+from lowtide.optim.gradients import Lanes, Slabs, host_memory
+from lowtide.optim.host_gradient import Beside, HostGradient
 from lowtide.optim.kinds import StateSpec
 from lowtide.optim.masters import MASTER, FullMaster
+from lowtide.optim.stand_in import left, stand_in, used_elsewhere
 from lowtide.optim.tensors import dense_strides, flat_view, in_order_of, is_sharded, local_part, sum_of_bits
 from lowtide.optim.worker import Share
 from lowtide.residency.manager import SwapManager
@@ -45,7 +47,15 @@ class HostRow:
     """What the optimizer holds of one parameter. Everything is a row in the order of the parameter's memory."""
 
     def __init__(
-        self, parameter: Tensor, group: int, name: str, *, stepped: torch.dtype, spec: StateSpec, lanes: Lanes
+        self,
+        parameter: Tensor,
+        group: int,
+        name: str,
+        *,
+        stepped: torch.dtype,
+        spec: StateSpec,
+        lanes: Lanes,
+        beside: Beside,
     ) -> None:
         """``stepped``: the type of what is stepped; ``spec``: the state that its class keeps for it."""
         local = local_part(parameter)
@@ -57,7 +67,10 @@ class HostRow:
         self.state: dict[str, Any] = {}
         self.hooked = False
         self._lanes = lanes
+        self._beside = beside
         self._dense = dense_strides(local)
+        # Of a row as the class sees it: the parameter's own, where that has no gaps in its memory.
+        self._strides = local.stride() if self._dense else torch.empty(local.shape, device="meta").stride()
         self._full = FullMaster() if stepped is not parameter.dtype else None
         self._master: Tensor | None = None
         self._gradient: HostGradient | None = None
@@ -77,8 +90,9 @@ class HostRow:
         """Ask for the memory of master and gradient. Harmless when it is there."""
         if self._master is not None:
             return
-        numel = local_part(self.parameter).numel()
-        self._gradient = HostGradient(self.parameter.dtype, pinned.row(numel, self.parameter.dtype))
+        local = local_part(self.parameter)
+        numel = local.numel()
+        self._gradient = HostGradient(local, pinned.row(numel, local.dtype), strides=self._strides, beside=self._beside)
         if self._full is None:
             self._master = pinned.row(numel, self.stepped)
         else:
@@ -122,8 +136,7 @@ class HostRow:
 
     def shaped(self, row: Tensor) -> Tensor:
         """A row as the class is to see it."""
-        local = local_part(self.parameter)
-        return row.as_strided(local.size(), local.stride()) if self._dense else row.view(local.shape)
+        return row.as_strided(local_part(self.parameter).size(), self._strides)
 
     # ---- one step ------------------------------------------------------------------------------
 
@@ -250,8 +263,11 @@ class HostRow:
         return "a DTensor" if is_sharded(self.parameter) and not is_sharded(value) else None
 
     def give_back(self) -> None:
-        """Make the gradient in host memory the parameter's ``grad``."""
+        """Make the gradient in host memory the parameter's ``grad`` again; one that was used up is gone."""
+        if not left(self.parameter.grad, self):
+            return
         if not self.pending:
+            self.parameter.grad = None
             return
         local = local_part(self.parameter)
         value = self.shaped(self.gradient.value()).to(local.device, local.dtype, copy=True)
@@ -274,10 +290,16 @@ class Offload:
 
 
 def offload(row: HostRow, parameter: Tensor) -> None:
-    """Take the parameter's gradient, if it has one."""
-    if parameter.grad is not None:
-        row.receive(parameter.grad.detach())
+    """Let a gradient leave. One that autograd has added to what had left is there already."""
+    if parameter.grad is None or left(parameter.grad, row):
+        return
+    if row.has_gradient:
+        row.gradient.used()  # what it stood for was taken from the parameter
+    if used_elsewhere(parameter.grad):
         parameter.grad = None
+        return
+    row.receive(parameter.grad.detach())
+    parameter.grad = stand_in(row)
 
 
 def refresh(rows: Sequence[HostRow]) -> None:
