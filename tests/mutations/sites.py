@@ -35,6 +35,7 @@ FILES = (
     "optim/pipeline.py",
     "optim/segment.py",
     "optim/gradients.py",
+    "optim/host_gradient.py",
 )
 
 # Of these files only the classes that the accelerator's path uses.

@@ -28,8 +28,9 @@ class Gate:
     def synchronize(self) -> None:
         self.waited.set()
         assert self.opened.wait(30)
-        if self.fault is not None:
-            raise self.fault
+        fault, self.fault = self.fault, None  # once: who has not heard of it does not hear of it again
+        if fault is not None:
+            raise fault
 
 
 class Lane:

@@ -114,7 +114,7 @@ class HostGradient:
         if job is not None:
             job.result()
 
-    def _arrived(self) -> None:
+    def _await(self) -> None:
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -123,7 +123,7 @@ class HostGradient:
         """Add what has landed to the sum, and apply the factor that was waiting for the whole of it."""
         if not self.pending:
             return
-        self._arrived()
+        self._await()
         if self._sum is None:
             self._sum = host_memory(self.landing.numel(), self._wide, pinned=False)
         if self._landed:
@@ -136,7 +136,7 @@ class HostGradient:
         self._landed = False
 
     def _read(self) -> Tensor:
-        self._arrived()
+        self._await()
         if self._summed:
             factor, self._factor = self._factor, None
             if self._landed:
