@@ -46,6 +46,7 @@ EXPORTS = {
     "create_selective_checkpoint_contexts",
     "errors",
     "is_valid_for_swap",
+    "offload_optimizer",
     "pure",
     "report",
     "reuse_fp32_param",
@@ -86,6 +87,7 @@ SIGNATURES = {
     "unwrap": "(module_or_fn)",
     "apply": "(model, config, optimizer=None)",
     "cpu_optimizer": "(optimizer, *, master='fp32', grad_offload=False)",
+    "offload_optimizer": "(optimizer, *, step='auto', master='fp32', grad_offload=False)",
     "reuse_fp32_param": "(model, optimizer, *, mode='exact', swap_times=16)",
     "swap_optimizer": "(optimizer, *, swap_times=16, bucket_bytes=None, state=None, master=None, "
     "residual_mode='exact', tier=None, elementwise=None)",

@@ -23,6 +23,7 @@ from lowtide.activations.discard import CheckpointWithoutOutput
 from lowtide.activations.function_node import pure
 from lowtide.activations.wrappers import Auto, auto, checkpoint_wrapper, regions_of, swap_wrapper, unwrap
 from lowtide.optim.cpu import CpuOptimizer, CpuOptimizerReport, cpu_optimizer
+from lowtide.optim.placement import offload_optimizer
 from lowtide.optim.reuse import reuse_fp32_param
 from lowtide.optim.shared import SharedMasters
 from lowtide.optim.swap import SwapOptimizer, SwapOptimizerReport, swap_optimizer
@@ -87,6 +88,7 @@ __all__ = [
     "create_selective_checkpoint_contexts",
     "errors",
     "is_valid_for_swap",
+    "offload_optimizer",
     "pure",
     "report",
     "reuse_fp32_param",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide import MemoryConfig, SwapOptimizer
+from lowtide import CpuOptimizer, MemoryConfig, SwapOptimizer
 from lowtide.errors import CapacityError, ConfigError
 from lowtide.integrations.session import TrainingCallback
 
@@ -116,3 +116,33 @@ def test_what_cannot_be_met_is_refused_before_a_layer_is_wrapped() -> None:
 def test_a_trainers_callback_says_where_the_optimizer_goes() -> None:
     with pytest.raises(ConfigError, match=r"Trainer\(optimizers="):
         TrainingCallback(swap_optimizer=True)
+
+
+@pytest.mark.parametrize("grad_offload", [False, True])
+@pytest.mark.parametrize("where", ["host", "auto"])
+def test_a_step_on_the_host_or_where_it_is_faster_is_part_of_a_configuration(where: str, *, grad_offload: bool) -> None:
+    plain, model = build(), build()
+    expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    config = MemoryConfig(optimizer_offload=where, grad_offload=grad_offload, full_recompute_num_layers=1)
+    applied = lowtide.apply(model, config, inner)
+    assert isinstance(applied.optimizer, (SwapOptimizer, CpuOptimizer))
+    assert (" parameters in host memory" in str(applied)) is isinstance(applied.optimizer, CpuOptimizer)
+    assert where == "auto" or isinstance(applied.optimizer, CpuOptimizer)
+    assert all(torch.equal(a, b) for a, b in zip(expected, train(model, applied.optimizer), strict=True))
+    applied.undo()
+    train(model, inner)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"grad_offload": True, "recompute_norm": True}, "grad_offload would have no effect"),
+        ({"optimizer_offload": "host", "swap_optimizer": True}, "two answers"),
+        ({"optimizer_offload": "auto", "reuse_fp32_param": True}, "two answers"),
+        ({"optimizer_offload": "cpu"}, "'auto' or 'host'"),
+    ],
+)
+def test_answers_for_the_optimizer_that_do_not_fit_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MemoryConfig(**fields).validate()

@@ -66,7 +66,7 @@ class CpuOptimizer(WrappedOptimizer):
         self._master = master
         self._grad_offload = grad_offload
         self._kind, note = kind_of(inner, elementwise=None, where="cpu_optimizer")
-        self._notes = () if note is None else (note,)
+        self.notes += [] if note is None else [note]
         self._rows: list[HostRow] = []
         self._by_id: dict[int, HostRow] = {}
         self._lanes = Lanes()
@@ -289,7 +289,7 @@ class CpuOptimizer(WrappedOptimizer):
             down_bytes=sum(lane.down_bytes for lane in lanes),
             up_bytes=sum(lane.up_bytes for lane in lanes),
             steps=self._steps,
-            notes=self._notes,
+            notes=tuple(self.notes),
         )
 
 

@@ -102,7 +102,7 @@ class SwapOptimizer(WrappedOptimizer):
         super().__init__(inner)
         self._settings = settings
         self._kind, note = kind_of(inner, elementwise=settings.elementwise, where="swap_optimizer")
-        self._notes = [] if note is None else [note]
+        self.notes += [] if note is None else [note]
         self._parameters: list[SteppedParameter] = []
         self._by_id: dict[int, SteppedParameter] = {}
         # A segment knows the parameters of its pieces; where a parameter's pieces lie is known here, so that nothing
@@ -338,7 +338,7 @@ class SwapOptimizer(WrappedOptimizer):
             loaded_bytes=self._loaded,
             stored_bytes=self._stored,
             steps=self._steps,
-            notes=tuple(self._notes),
+            notes=tuple(self.notes),
         )
 
 

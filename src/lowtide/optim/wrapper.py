@@ -89,6 +89,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         _demand_plain(inner, type(self).__name__)
         self._inner = inner
+        # What was decided without being asked for; the report shows it.
+        self.notes: list[str] = []
         self.__setstate__({"defaults": inner.defaults, "param_groups": inner.param_groups})
         self._warned_capturable_if_run_uncaptured = True
         for name in OPTIMIZER_HOOKS:

@@ -21,6 +21,7 @@ from lowtide.activations.links import Place
 from lowtide.activations.region import Region
 from lowtide.activations.wrappers import auto, checkpoint_wrapper, swap_wrapper
 from lowtide.errors import ConfigError, WrapError, explain
+from lowtide.optim.cpu import CpuOptimizer
 from lowtide.optim.swap import SwapOptimizer
 from lowtide.policy import PolicyFn
 from lowtide.recipes.activation_function import ActivationPolicy, keep_everything
@@ -84,7 +85,7 @@ class Applied:
             text = "; ".join(row.answers) or "keeps everything"
             notes = f"  ({'; '.join(row.notes)})" if row.notes else ""
             lines.append(f"  {row.layer:<{width}}  {text}{notes}")
-        if isinstance(self.optimizer, SwapOptimizer):
+        if isinstance(self.optimizer, (SwapOptimizer, CpuOptimizer)):
             lines += [
                 f"{type(self.optimizer).__name__}:",
                 *(f"  {line}" for line in str(self.optimizer.report()).split("\n")),
@@ -102,7 +103,8 @@ def apply(model: nn.Module, config: MemoryConfig, optimizer: torch.optim.Optimiz
     Args:
         model: the whole model, or the part of it that this pipeline stage (or chunk) holds.
         config: what to do.
-        optimizer: the optimizer of the model's parameters; needed for ``swap_optimizer`` and ``reuse_fp32_param``.
+        optimizer: the optimizer of the model's parameters; needed for ``swap_optimizer``, ``reuse_fp32_param`` and
+            ``optimizer_offload``.
 
     Raises:
         ConfigError: the configuration does not fit itself, the model or the optimizer.

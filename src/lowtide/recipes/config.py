@@ -23,6 +23,7 @@ __all__ = ["MemoryConfig"]
 
 _METHODS = ("block", "uniform")
 _SCHEDULES = ("chain", "auto", "none")
+_PLACES = ("auto", "host")
 _FLAGS = (
     "swap_attention",
     "recompute_activation_function",
@@ -31,6 +32,7 @@ _FLAGS = (
     "swap_layer_input",
     "swap_optimizer",
     "reuse_fp32_param",
+    "grad_offload",
 )
 _COUNTS = {  # the least that each may be
     "recompute_num_layers": 0,
@@ -45,7 +47,7 @@ _COUNTS = {  # the least that each may be
     "virtual_pipeline_rank": 0,
 }
 _NEVER_NONE = ("pipeline_stages", "virtual_pipeline_chunks", "virtual_pipeline_rank", "swap_schedule")
-_CHOICES = {"recompute_method": _METHODS, "swap_schedule": _SCHEDULES}
+_CHOICES = {"recompute_method": _METHODS, "swap_schedule": _SCHEDULES, "optimizer_offload": _PLACES}
 _PATTERNS = ("swap_modules", "layer_modules", "activation_modules", "norm_modules", "fully_connected_modules")
 _HELP = {
     "recompute_method": "which whole layers recompute: the first n (block) or every one (uniform)",
@@ -64,6 +66,8 @@ _HELP = {
     "swap_optimizer": "keep the optimizer's state on the host but for the moments in which it is stepped",
     "swap_optimizer_times": "in how many buckets a step walks it; larger: a lower peak",
     "reuse_fp32_param": "step bfloat16 parameters through float32 masters, of which two bytes each are kept",
+    "optimizer_offload": "step the optimizer on the host, or where it is faster (auto); its state lies on the host",
+    "grad_offload": "let gradients leave for the host in backward, for optimizer_offload",
     "layer_modules": "names of the layers, with * for one part, such as 'model.layers.*'",
     "activation_modules": "sub-modules that hold an activation function",
     "norm_modules": "sub-modules that are norms",
@@ -108,6 +112,10 @@ class MemoryConfig:
         swap_optimizer_times: in how many buckets a step walks it; None: 16. Larger: smaller buckets, a lower peak.
         reuse_fp32_param: step bfloat16 parameters through float32 masters that are never kept in full; needs the
             optimizer. With ``swap_optimizer`` what completes them moves as well.
+        optimizer_offload: ``"host"``: the step runs on the host, where masters and state are; ``"auto"``: there, or on
+            the device as with ``swap_optimizer``, whichever is measured to be faster. Needs the optimizer. Parameters
+            of 16 bits are stepped through float32 masters.
+        grad_offload: gradients leave for the host in backward, where the step runs there.
         layer_modules: patterns of the layers' qualified names; None: found by structure.
         activation_modules: names or patterns, within a layer, of the modules that hold an activation function.
         norm_modules: likewise of norms.
@@ -140,6 +148,8 @@ class MemoryConfig:
     swap_optimizer: bool = False
     swap_optimizer_times: int | None = None
     reuse_fp32_param: bool = False
+    optimizer_offload: str | None = None
+    grad_offload: bool = False
     layer_modules: str | tuple[str, ...] | None = None
     activation_modules: str | tuple[str, ...] | None = None
     norm_modules: str | tuple[str, ...] | None = None
@@ -204,7 +214,7 @@ class MemoryConfig:
     @property
     def treats_optimizer(self) -> bool:
         """Whether the optimizer is to be wrapped."""
-        return self.swap_optimizer or self.reuse_fp32_param
+        return self.swap_optimizer or self.reuse_fp32_param or self.optimizer_offload is not None
 
     @property
     def treats_layers(self) -> bool:
@@ -225,6 +235,7 @@ class MemoryConfig:
         self._check_method()
         self._check_dependents()
         self._check_layer_inputs()
+        self._check_optimizer()
         if self.virtual_pipeline_rank >= self.virtual_pipeline_chunks:
             raise _refuse(
                 "there is no such chunk",
@@ -301,6 +312,7 @@ class MemoryConfig:
             "swap_inputs": ("full_recompute_num_layers or recompute_method", whole),
             "swap_layer_input_prefetch": ("swap_layer_input", self.swap_layer_input),
             "swap_optimizer_times": ("swap_optimizer", self.swap_optimizer),
+            "grad_offload": ("optimizer_offload", self.optimizer_offload is not None),
         }
         needs["swap_schedule"] = ("something that moves", self.swaps or self.swap_schedule == "chain")
         for name, (needed, there) in needs.items():
@@ -339,6 +351,17 @@ class MemoryConfig:
                 got="both",
                 where="swap_inputs",
                 remedy="Leave swap_inputs out: swap_layer_input moves the hidden states of every layer.",
+            )
+
+    def _check_optimizer(self) -> None:
+        others = [name for name in ("swap_optimizer", "reuse_fp32_param") if getattr(self, name)]
+        if self.optimizer_offload is not None and others:
+            raise _refuse(
+                "the optimizer was given two answers",
+                expected="optimizer_offload, or swap_optimizer and reuse_fp32_param",
+                got=f"optimizer_offload and {', '.join(others)}",
+                where="optimizer_offload",
+                remedy="Use swap_optimizer with reuse_fp32_param for a step on the device: it moves the fewest bytes.",
             )
 
     # ---- where it comes from -------------------------------------------------------------------

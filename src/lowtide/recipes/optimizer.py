@@ -1,4 +1,4 @@
-"""What a configuration asks of the optimizer: swap, a residual instead of masters, or both (O1, P1).
+"""What a configuration asks of the optimizer: swap, a residual instead of masters, a step on the host (O1, O4, P1).
 
 Law: whether it can be met is known before a layer is wrapped.
 """
@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from lowtide.errors import ConfigError, explain
+from lowtide.optim.cpu import CpuOptimizer
+from lowtide.optim.placement import offload_optimizer
 from lowtide.optim.reuse import check_model, reuse_fp32_param
-from lowtide.optim.swap import swap_optimizer
+from lowtide.optim.swap import SwapOptimizer, swap_optimizer
 from lowtide.recipes.config import MemoryConfig
 
 __all__ = ["check_optimizer", "refuse_optimizer_fields", "wrap_optimizer"]
@@ -55,7 +57,10 @@ def wrap_optimizer(
     """The optimizer to train with; how to take it off again is appended to ``undo``."""
     if optimizer is None or not config.treats_optimizer:
         return optimizer
-    if not config.swap_optimizer:
+    made: SwapOptimizer | CpuOptimizer
+    if config.optimizer_offload is not None:
+        made = offload_optimizer(optimizer, step=config.optimizer_offload, grad_offload=config.grad_offload)
+    elif not config.swap_optimizer:
         made = reuse_fp32_param(model, optimizer)
     else:
         if config.reuse_fp32_param:
@@ -73,4 +78,5 @@ def wrap_optimizer(
 
 
 def _fields(config: MemoryConfig) -> str:
-    return ", ".join(name for name in ("swap_optimizer", "reuse_fp32_param") if getattr(config, name))
+    names = ("swap_optimizer", "reuse_fp32_param", "optimizer_offload")
+    return ", ".join(name for name in names if getattr(config, name))
