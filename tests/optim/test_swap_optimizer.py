@@ -260,7 +260,7 @@ def test_a_step_holds_what_its_report_says_and_not_a_byte_more() -> None:
 @pytest.mark.values
 @pytest.mark.parametrize("name", ["adamw", "adamw-foreach", "adamw-fused", "sgd", "rmsprop", "adafactor"])
 @pytest.mark.parametrize("master", ["fp32", "residual"])
-@pytest.mark.parametrize("tier", [None, "device"])
+@pytest.mark.parametrize("tier", [None, "file", "device"])
 def test_masters_and_weights_have_the_bits_of_the_plain_loop(name: str, master: str, tier: str | None) -> None:
     plain_model, model = net(torch.bfloat16), net(torch.bfloat16)
     plain = SeparateMasters(OPTIMIZERS[name](list(plain_model.parameters())))

@@ -15,10 +15,12 @@ import torch
 
 from lowtide.errors import CapacityError
 from lowtide.optim.layout import Entry, Piece, Segment
+from lowtide.residency.manager import SwapManager
 from lowtide.residency.swap_tensor import SwapState, SwapTensor
 
 if TYPE_CHECKING:
     from lowtide.optim.parameter import SteppedParameter
+    from lowtide.residency.copies import Carrier
 
 __all__ = ["IN_SEGMENT", "HeldSegment", "row_in"]
 
@@ -40,10 +42,11 @@ class HeldSegment:
 
     ``states[i]`` is the state of piece ``i`` as the optimizer's class made it, or None before its first step; arrays
     that lie in the segment are there as ``IN_SEGMENT``. ``masters[i]`` says whether its master was ever written.
-    ``owners[i]`` is the parameter that the piece is of. Without ``moves`` the bytes stay on the device for good.
+    ``owners[i]`` is the parameter that the piece is of. ``tier`` is where the bytes go; with ``"device"``
+    they stay for good.
     """
 
-    __slots__ = ("_arena", "_device", "_swap", "failure", "masters", "moves", "name", "owners", "plan", "states")
+    __slots__ = ("_arena", "_device", "_swap", "_tier", "failure", "masters", "name", "owners", "plan", "states")
 
     def __init__(
         self,
@@ -52,16 +55,16 @@ class HeldSegment:
         where: torch.device,
         name: str,
         *,
-        moves: bool,
+        tier: str | None,
     ) -> None:
         self.plan = plan
         self.owners = tuple(owners)
         self.name = name
         self.states: list[dict[str, Any] | None] = [None] * len(plan.pieces)
         self.masters = [False] * len(plan.pieces)
-        self.moves = moves
         self.failure: CapacityError | None = None
         self._device = where
+        self._tier = tier
         self._arena: Tensor | None = None
         self._swap: SwapTensor | None = None
 
@@ -69,6 +72,15 @@ class HeldSegment:
     def nbytes(self) -> int:
         """Bytes of all arrays, padding included."""
         return self.plan.nbytes
+
+    @property
+    def moves(self) -> bool:
+        """Whether the bytes leave the device at all."""
+        return self._tier != "device"
+
+    def _carrier(self) -> Carrier:
+        # Asked for when it is needed: settings may have changed since.
+        return SwapManager().carrier_for(self._device, self._tier)
 
     @property
     def is_resident(self) -> bool:
@@ -104,7 +116,7 @@ class HeldSegment:
         """Begin to bring the bytes away. Without room they stay; see ``failure``."""
         if self._arena is None or not self.moves:
             return
-        swap = SwapTensor(self._arena, name=self.name)
+        swap = SwapTensor(self._arena, carrier=self._carrier(), name=self.name)
         try:
             swap.async_offload()
         except CapacityError as error:
@@ -145,7 +157,7 @@ class HeldSegment:
         if not self.moves:
             self._arena = flat.to(self._device, copy=True)
             return
-        self._arena, self._swap = None, SwapTensor.on_host(flat, self._device, name=self.name)
+        self._arena, self._swap = None, SwapTensor.on_host(flat, self._device, carrier=self._carrier(), name=self.name)
 
     def forget(self) -> None:
         """Drop bytes and state."""

@@ -182,7 +182,7 @@ class SwapOptimizer(WrappedOptimizer):
             for segment in layout.segments:
                 owners = [here[piece.parameter] for piece in segment.pieces]
                 name = f"optimizer segment {len(self._segments)}"
-                held = HeldSegment(segment, owners, where, name, moves=self._settings.tier != "device")
+                held = HeldSegment(segment, owners, where, name, tier=self._settings.tier)
                 self._segments.append(held)
                 for i, piece in held.numbered():
                     self._places.setdefault(id(here[piece.parameter]), []).append((held, i))
@@ -193,12 +193,12 @@ class SwapOptimizer(WrappedOptimizer):
     def _demand_room(self, where: torch.device, layout: Layout) -> None:
         accelerator = device.is_accelerator(where)
         tier = self._settings.tier
-        if tier in {"host", "file"} and accelerator != (tier == "host"):
+        if tier == "host" and not accelerator:
             raise UnsupportedError(
                 explain(
-                    "this device has another lower tier",
-                    expected="tier='host' under an accelerator, tier='file' on a machine without one",
-                    got=f"tier={tier!r} for {where}",
+                    "host memory is where these parameters are",
+                    expected="tier='file' on a machine without an accelerator",
+                    got=f"tier='host' for {where}",
                     where="swap_optimizer",
                     remedy="Leave tier out.",
                 )
@@ -206,9 +206,10 @@ class SwapOptimizer(WrappedOptimizer):
         if tier == "device":
             return
         sizes = [s.nbytes for s in layout.segments]
-        taken = sum(device.pinned_footprint(size_class(n), where) for n in sizes) if accelerator else sum(sizes)
+        on_host = accelerator and tier != "file"
+        taken = sum(device.pinned_footprint(size_class(n), where) for n in sizes) if on_host else sum(sizes)
         demand_room(
-            where,
+            where if on_host else torch.device("cpu"),
             taken,
             SwapManager().settings,
             problem="the lower tier has no room for the optimizer's state",
@@ -394,14 +395,15 @@ def swap_optimizer(
         master: ``"fp32"``: parameters of 16 bits are stepped through a float32 master that moves with the state;
             ``"residual"``: bfloat16 ones through two bytes that complete them. None: they are stepped themselves.
         residual_mode: ``"exact"``, ``"saturate"`` or ``"half_away"``, see :mod:`lowtide.optim.residual`.
-        tier: ``"host"`` or ``"file"`` insists on a tier; ``"device"``: nothing moves, for a residual alone. None: the
-            tier below the parameters' device.
+        tier: ``"file"``: in a file, under an accelerator through pinned host memory that a bucket or two needs;
+            ``"host"`` insists on host memory; ``"device"``: nothing moves, for a residual alone. None: the tier below
+            the parameters' device.
         elementwise: whether the class treats each element by itself; needed for classes that torch does not bring.
 
     Raises:
         ConfigError: an argument has a wrong value, or nothing would move.
         UnsupportedError: the class cannot be taken apart (LBFGS, sparse gradients, ``differentiable=True``, parameters
-            that depend on each other), or the device has another lower tier.
+            that depend on each other), or ``tier="host"`` without an accelerator.
         CapacityError: the lower tier has no room; nothing was moved.
         StateError: what was given is no plain optimizer.
 

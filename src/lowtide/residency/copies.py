@@ -227,7 +227,8 @@ class PinnedCarrier:
             footprint=lambda nbytes: device.pinned_footprint(nbytes, where),
         )
 
-    def _stream(self, direction: str) -> Any:
+    def stream(self, direction: str) -> Any:
+        """The stream of a direction, ``out`` or ``in``."""
         with self._lock:
             if direction not in self._streams:
                 self._streams[direction] = device.new_stream(self._device)
@@ -243,7 +244,7 @@ class PinnedCarrier:
             for buffer in buffers:
                 self.pool.give(buffer, buffer.ready)
             raise
-        stream = stream or self._stream("out")
+        stream = stream or self.stream("out")
         device.wait_stream(stream, device.current_stream(self._device))
         with device.use_stream(stream):
             for source, buffer in zip(sources, buffers, strict=True):
@@ -257,7 +258,7 @@ class PinnedCarrier:
     def copy_in(self, slots: Sequence[tuple[Any, Copy]], where: torch.device, stream: Any = None) -> list[Any]:
         """See :class:`Carrier`: allocated on the compute stream, which the copy stream waits for first."""
         targets = [torch.empty(slot.nbytes, dtype=torch.uint8, device=where) for slot, _ in slots]
-        stream = stream or self._stream("in")
+        stream = stream or self.stream("in")
         device.wait_stream(stream, device.current_stream(where))
         for _, out in slots:
             if isinstance(out, _StreamCopy):

@@ -19,6 +19,7 @@ import torch
 from lowtide import _torch, device
 from lowtide.errors import LowtideWarning, ScheduleError, WrapError, explain
 from lowtide.residency.copies import Carrier, FileCarrier, PinnedCarrier, Settings, Traffic
+from lowtide.residency.deep import DeepCarrier
 from lowtide.residency.group import Storage, SwapGroup
 from lowtide.residency.swap_tensor import SwapTensor
 from lowtide.schedule import Action, Batch, Schedule, Verb
@@ -228,12 +229,15 @@ class SwapManager:
                 carrier.close()
         self._carriers = {}
 
-    def carrier_for(self, where: torch.device) -> Carrier:
-        """Who moves tensors of a device."""
-        key = str(where)
+    def carrier_for(self, where: torch.device, tier: str | None = None) -> Carrier:
+        """Who moves tensors of a device; ``tier="file"``: into a file, under an accelerator too."""
+        deep = tier == "file" and device.is_accelerator(where)
+        key = f"{where} to file" if deep else str(where)
         with self._lock:
             if key not in self._carriers:
-                if device.is_accelerator(where):
+                if deep:
+                    self._carriers[key] = DeepCarrier(where, self.settings, self.traffic)
+                elif device.is_accelerator(where):
                     self._carriers[key] = PinnedCarrier(where, self.settings, self.traffic)
                 else:
                     self._carriers[key] = FileCarrier(self.settings, self.traffic)

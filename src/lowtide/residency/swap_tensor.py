@@ -208,13 +208,15 @@ class SwapTensor:
     # ---- past the device ----------------------------------------------------------------------
 
     @classmethod
-    def on_host(cls, flat: Tensor, where: torch.device, *, name: str = "tensor") -> SwapTensor:
+    def on_host(
+        cls, flat: Tensor, where: torch.device, *, carrier: Carrier | None = None, name: str = "tensor"
+    ) -> SwapTensor:
         """A tensor of bytes that begins its life on the lower tier; ``where`` is the device it will be loaded to.
 
         ``flat`` is 1-D uint8 in host memory and is copied. Blocks the host; no byte of it meets the device.
         """
         # An empty stand-in gives the layout: nothing may be allocated where the bytes do not belong yet.
-        made = cls(torch.empty(0, dtype=torch.uint8, device=where), name=name)
+        made = cls(torch.empty(0, dtype=torch.uint8, device=where), carrier=carrier, name=name)
         made.nbytes = flat.numel()
         made.layout = layout_of(flat)
         with torch.no_grad(), _torch.no_dispatch():
