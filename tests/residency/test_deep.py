@@ -144,6 +144,27 @@ def test_what_is_dropped_on_its_way_leaves_nothing_behind(
         assert carrier._pinned.live_bytes() == 0
 
 
+@pytest.mark.values
+def test_what_comes_is_written_behind_the_compute_that_had_its_memory(
+    where: torch.device, carrier: DeepCarrier
+) -> None:
+    n = 1 << 20
+    tensor = SwapTensor(noise(n, where), carrier=carrier)
+    tensor.async_offload()
+    tensor.wait_offload()
+    device.synchronize(where)
+    for _ in range(4):
+        passing = torch.ones(n, dtype=torch.uint8, device=where)
+        total = passing.sum()  # reads it when it is about to be given to what comes
+        del passing
+        tensor.async_load()
+        tensor.wait_load()
+        assert int(total) == n
+        assert torch.equal(tensor.get_val().cpu(), noise(n, torch.device("cpu")))
+        tensor.async_offload()
+        tensor.wait_offload()
+
+
 def test_its_threads_end_with_it(where: torch.device) -> None:
     def threads() -> set[threading.Thread]:
         return {t for t in threading.enumerate() if t.name.startswith(("lowtide-to-file", "lowtide-from-file"))}

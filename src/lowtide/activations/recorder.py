@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lowtide import _torch, device
+from lowtide.activations.links import note_write
 from lowtide.activations.operators import Kind, Operator, known_operators, operator_of
 from lowtide.activations.tape import Tape
 from lowtide.activations.values import LEAF, Node, StorageRecord, Value, Write
@@ -322,6 +323,10 @@ def run_opaque(tape: Tape, operator: Operator, args: Any, kwargs: Any, reason: s
     declared = operator.written(args, kwargs) if operator.writes else []
     targets = declared if operator.trust_writes else tensors_in([*args, *kwargs.values()])
     before = []
+    # The others that are not trusted (batch norm) hide a write to a state, which is no layer's output.
+    for tensor in targets if operator.communicates or operator.kind is Kind.POISON else declared:
+        if _is_plain(tensor):
+            note_write(tensor)
     for tensor in targets:
         record = tape.storages.get(tensor.untyped_storage()._cdata) if _is_plain(tensor) else None
         if record is not None:

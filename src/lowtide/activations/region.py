@@ -22,7 +22,7 @@ from lowtide import device
 from lowtide.activations import call_mode
 from lowtide.activations.answers import Answers, CheckpointFrame, SwapFrame
 from lowtide.activations.function_node import install
-from lowtide.activations.links import Place, count_missed, plain_parts, tensors_of
+from lowtide.activations.links import Place, count_missed, main_input, plain_parts, tensors_of
 from lowtide.activations.recorder import Recorder
 from lowtide.activations.replay import unpack
 from lowtide.activations.stow import account, stow
@@ -195,6 +195,8 @@ class Region:
         tape.place = self.place if tape.recording else None
         # Behind the first layer of a chunk nothing is there to move, as a rule: no turn for it in the learned order.
         inner = self.place is not None and self.place.index > 0
+        if inner and tape.recording:
+            tape.main = main_input((args, kwargs))
         tape.visit = manager.begin_visit() if manager.learns_here and not inner else None
         if tape.visit is not None or manager.is_scheduled:
             _refuse_capture(self.name)
@@ -229,7 +231,8 @@ class Region:
 
     def _finish(self, tape: Tape, out: Any) -> None:
         manager = SwapManager()
-        if tape.place is not None and tape.place.offers:
+        # A tape of which autograd holds nothing is gone in a moment, and what it offers with it.
+        if tape.place is not None and tape.place.offers and any(value.live > 0 for value in tape.packed):
             tape.offer(part for tensor in tensors_of(out) for part in plain_parts(tensor))
         needed, dead = tape.close()
         storage = stow(tape, self.row, needed)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide import _torch, device
-from lowtide.activations.links import SHARDED, Missed, Offer, Place, find_offer
+from lowtide.activations.links import NOT_OUTPUT, SHARDED, TOO_DEAR, Missed, Offer, Place, find_offer
 from lowtide.activations.values import LEAF, FunctionNode, Handle, Node, StorageRecord, Value
 from lowtide.errors import ModifiedError, UnsupportedError, explain
 from lowtide.policy import Fate, fate_of, stronger
@@ -33,6 +33,11 @@ Tensor = torch.Tensor
 
 # Copy-on-write of an external tensor that a region reads and then overwrites (R7).
 _COPY_LIMIT = 64 << 20
+
+_READS_MORE = (
+    "A layer of a chunk also reads what makes its output, which its own backward may not need: "
+    "full_recompute_num_layers=1 spares that."
+)
 
 
 class Packed:
@@ -67,6 +72,7 @@ class Tape:
         "lent",
         "linked",
         "lock",
+        "main",
         "missed",
         "module",
         "moves_state",
@@ -126,6 +132,7 @@ class Tape:
         self.offers: list[Offer] = []  # outputs that later layers of the chunk may stand on
         self.linked: list[Value] = []  # inputs that earlier layers of the chunk make again
         self.missed: list[Missed] = []  # inputs that they do not
+        self.main: frozenset[int] = frozenset()  # storages of the input that the layer works on
 
     # ---- values -------------------------------------------------------------------------------
 
@@ -193,10 +200,15 @@ class Tape:
         """Let an input be what an earlier layer of the chunk makes again; False if none does."""
         if place.index == 0 or value.link is not None:
             return value.link is not None
+        if value.opaque is not None:
+            return False  # written in this region, which counts it: what was offered is not what it shows
         offer, why_not = find_offer(tensor, place)
         before = None if offer is None else offer.tape()
         if offer is None or before is None:
-            self.missed.append(Missed(value, why_not, tensor.requires_grad))
+            main = _torch.storage_key(tensor) in self.main
+            if all(one.value is not value for one in self.missed):
+                # An offer whose tape has gone a moment ago is none.
+                self.missed.append(Missed(value, why_not or NOT_OUTPUT, tensor.requires_grad, main))
             return False
         value.link = before.handle_for(offer.value)
         self.linked.append(value)
@@ -276,11 +288,10 @@ class Tape:
     def handle_for(self, value: Value) -> Handle:
         """A handle for a later tape, one of whose inputs is this value."""
         with self.lock:
-            if self.plan_is_new:
-                self.forget_plan()
             assert value.base_layout is not None
             handle = Handle(self, value, value.base_layout)
-            if value.live == 0:
+            if value.live == 0 and value not in self.packed:
+                # A later layer may run any number of times on one output.
                 self.packed.append(value)
             value.live += 1
             value.pending += 1
@@ -297,10 +308,12 @@ class Tape:
 
     # ---- the end of the region ----------------------------------------------------------------
 
-    def offer(self, tensors: Iterable[Tensor]) -> None:
+    def offer(self, tensors: Iterable[tuple[Tensor, tuple[Tensor, ...]]]) -> None:
         """The region is about to end with these outputs: let later layers of its chunk stand on them."""
         assert self.place is not None
-        for tensor in tensors:
+        if self.place.index == 0:
+            self.place.chunk.begin_pass()
+        for tensor, subclasses in tensors:
             record = self.storages.get(tensor.untyped_storage()._cdata)
             if record is None or record.value.foreign:
                 continue  # an input passed on: it is whatever it was before
@@ -311,14 +324,15 @@ class Tape:
                 why_not = value.opaque or "it is kept"
             elif value.held is not None or value.swap is not None:
                 why_not = value.opaque or "a policy keeps it"
-            self.offers.append(Offer(self, self.place, tensor, value, why_not))
+            self.offers.append(Offer(self, self.place, tensor, value, why_not, subclasses=subclasses))
 
     def close(self) -> tuple[dict[Value, None], list[Value]]:
         """Prune to the closure of what was packed and drop everything else.
 
         Returns the values that are needed, and those that were held by request and are not (dead).
         """
-        needed = self.plan([offer.value for offer in self.offers if offer.why_not is None])
+        needed = self.plan()
+        self._keep_for_offers(needed)
         dead: list[Value] = []
         for value in self.holding:
             held = value.held
@@ -341,8 +355,37 @@ class Tape:
         self.holding = []
         self.closed = True
         if self.offers:
-            self.forget_plan()  # nobody has taken an offer so far
+            self.forget_plan()  # nobody has taken an offer so far; who takes one changes what will be read
         return needed, dead
+
+    def _keep_for_offers(self, needed: dict[Value, None]) -> None:
+        for offer in self.offers:
+            if offer.why_not is None:
+                self._keep_for(offer, needed)
+
+    def _keep_for(self, offer: Offer, needed: dict[Value, None]) -> None:
+        """Add what an offer is made from to what is needed, unless the output itself is fewer bytes to keep."""
+        more: dict[Value, None] = {}
+        made_by: set[int] = set()
+        stack = [offer.value]
+        while stack:
+            value = stack.pop()
+            if value in needed or value in more:
+                continue
+            more[value] = None
+            node = None if value.node == LEAF or value.held is not None else self.nodes[value.node]
+            if node is not None and value.swap is None and value.node not in self.planned:
+                made_by.add(value.node)
+                stack += node.inputs
+        # What existed before the region is somebody's already; what the region could not do twice is kept for this.
+        kept = [value.held for value in more if value.held is not None and not value.foreign]
+        layout = offer.value.base_layout
+        assert layout is not None
+        if sum({_torch.storage_key(one): one.untyped_storage().nbytes() for one in kept}.values()) > layout.nbytes:
+            offer.why_not = TOO_DEAR
+            return
+        needed.update(more)
+        self.planned |= made_by
 
     def forget_plan(self) -> None:
         """Take back the reads that were counted; the next backward counts for itself."""
@@ -353,11 +396,10 @@ class Tape:
         self.planned = set()
         self.plan_is_new = False
 
-    def plan(self, also: Iterable[Value] = ()) -> dict[Value, None]:
+    def plan(self) -> dict[Value, None]:
         """Count who will read what in the next backward, if it unpacks every handle that is alive.
 
-        Ordered: the copies of a region leave in the same order in every step. ``also``: values that
-        something else may ask for.
+        Ordered: the copies of a region leave in the same order in every step.
         """
         needed: dict[Value, None] = {}
         kept_nodes: set[int] = set()
@@ -366,7 +408,6 @@ class Tape:
         stack = [value for value in self.packed if value.live > 0]
         for value in stack:
             value.pending = value.live
-        stack += also
         while stack:
             value = stack.pop()
             if value in needed:
@@ -437,6 +478,8 @@ class Tape:
 
     def drop_if_done(self, value: Value) -> None:
         """Drop a value's bytes if nobody will read them again (R16)."""
+        if self.last_reader is not None and value in self.last_reader[1]:
+            return  # the node may read it again: it is asked for anew when another node reads
         if value.uses <= 0 and value.pending <= 0:
             if self.closed:
                 value.cache = None
@@ -455,7 +498,8 @@ class Tape:
                     expected=f"version {value.version}",
                     got=f"version {held._version} of a {tuple(held.shape)} {held.dtype} tensor",
                     where=self.name,
-                    remedy="Do not write to it between forward and backward, or save a clone.",
+                    remedy="Do not write to it between forward and backward, or save a clone."
+                    + ("" if self.place is None else f" {_READS_MORE}"),
                 )
             )
         if self.place is None:
