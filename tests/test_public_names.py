@@ -90,7 +90,7 @@ SIGNATURES = {
     "offload_optimizer": "(optimizer, *, step='auto', master='fp32', grad_offload=False)",
     "reuse_fp32_param": "(model, optimizer, *, mode='exact', swap_times=16)",
     "swap_optimizer": "(optimizer, *, swap_times=16, bucket_bytes=None, state=None, master=None, "
-    "residual_mode='exact', tier=None, elementwise=None)",
+    "residual_mode='exact', tier=None, elementwise=None, overlap=False)",
     "auto": "(model)",
     "report": "(model)",
     "pure": "(function)",

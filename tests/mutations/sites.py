@@ -34,6 +34,7 @@ FILES = (
     "activations/links.py",
     "optim/pipeline.py",
     "optim/segment.py",
+    "optim/surroundings.py",
     "optim/gradients.py",
     "optim/host_gradient.py",
 )

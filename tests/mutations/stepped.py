@@ -78,6 +78,20 @@ def swapped_beside_activations(kit: Kit) -> None:
         kit.mark()
 
 
+def overlapping(kit: Kit) -> None:
+    """The first loads begin in backward and the last stores end in forward; once gradients are thrown away instead."""
+    model = kit.gpt()
+    optimizer = _optimizer(kit, model, **({} if kit.plain else {"overlap": True}))
+    for step, batch in enumerate(kit.batches(5)):
+        model(batch).square().mean().backward()
+        kit.mark()
+        if step != 3:
+            optimizer.step()
+        optimizer.zero_grad()
+        kit.note(*model.parameters())
+        kit.mark()
+
+
 def saved_and_loaded(kit: Kit) -> None:
     """State is read in host memory as soon as it has been told to leave; it is loaded while copies run, and stepped."""
     model = Rows(kit, torch.float32)
@@ -323,6 +337,7 @@ def chunks_of_products(kit: Kit) -> None:
 STEPPED: dict[str, Callable[[Kit], None]] = {
     "optimizer": swapped_state,
     "optimizer beside activations": swapped_beside_activations,
+    "optimizer overlapping": overlapping,
     "optimizer saved": saved_and_loaded,
     "optimizer failing": failing,
     "on the host": stepped_on_the_host,

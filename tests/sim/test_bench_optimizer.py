@@ -41,12 +41,14 @@ def figures(path: Path) -> dict[str, dict[str, float]]:
 
 def test_a_step_is_near_the_floor_of_the_link_and_within_two_buckets(tmp_path: Path) -> None:
     found = figures(tmp_path / "figures.json")
-    stays, swapped, residual = found.values()
+    stays, swapped, residual, overlapped = found.values()
     assert (stays["floor_seconds"], stays["moving_bytes_a_parameter"]) == (0, 0)
-    for one, moving in ((swapped, 12.0), (residual, 10.125)):
+    for one, moving in ((swapped, 12.0), (residual, 10.125), (overlapped, 10.125)):
         assert moving <= one["moving_bytes_a_parameter"] <= moving * 1.002
         assert 0 <= one["over_floor"] <= 0.05
         # What a segment of 64 MiB needs besides: gradients in float32, and with a residual the masters.
         assert one["peak_bytes"] <= one["two_buckets_bytes"] + 3 * (64 << 20)
         assert one["resident_bytes_a_parameter"] < 0.01
     assert 12.0 <= stays["resident_bytes_a_parameter"] < 12.01
+    # The last stores run beside the next forward, and the first loads beside backward.
+    assert stays["whole_seconds"] < overlapped["whole_seconds"] < residual["whole_seconds"] < swapped["whole_seconds"]

@@ -14,21 +14,27 @@ from collections.abc import Callable, Sequence
 from lowtide.errors import CapacityError
 from lowtide.optim.segment import HeldSegment
 
-__all__ = ["walk"]
+__all__ = ["bring_away", "walk"]
 
 # Copies away that nobody waits for: one that runs and one that is queued behind it. To wait for the newest would hold
 # the next update back until it has left, and the link would lie idle in the meantime.
 _IN_FLIGHT = 2
 
 
-def walk(segments: Sequence[HeldSegment], window: int, update: Callable[[HeldSegment], None]) -> int:
+def walk(
+    segments: Sequence[HeldSegment], window: int, update: Callable[[HeldSegment], None], *, lingers: bool = False
+) -> tuple[int, list[HeldSegment]]:
     """Bring each segment in, ``update`` it, bring it away; returns the most bytes that were on the device at once.
+
+    With ``lingers`` the last copies away are left alone where they cannot fail, and given back where they can: those
+    must be settled before the segments are used again.
 
     Copies in run ahead as far as the window allows, copies away are waited for when their room is needed. An error of
     ``update`` or of a copy in goes up after all segments that were on their way are back.
     """
     pending, ahead, leaving = deque(segments), deque[HeldSegment](), deque[HeldSegment]()
     held = peak = 0
+    made = False
     try:
         while pending or ahead:
             while pending:
@@ -49,16 +55,20 @@ def walk(segments: Sequence[HeldSegment], window: int, update: Callable[[HeldSeg
             ahead.popleft()
             segment.leave()
             leaving.append(segment)
+        made = True
     finally:
         # After an error: what was on its way in goes back unchanged.
         for segment in ahead:
-            _return(segment)
-        for segment in leaving:
-            segment.settle()
-    return peak
+            bring_away(segment)
+        behind = [segment for segment in leaving if not (made and lingers and segment.let_run())]
+        if not (made and lingers):
+            for segment in behind:
+                segment.settle()
+    return peak, behind
 
 
-def _return(segment: HeldSegment) -> None:
+def bring_away(segment: HeldSegment) -> None:
+    """Send a segment back, that is on the device or on its way there, unchanged."""
     if segment.is_arriving:
         try:
             segment.arrive()

@@ -46,7 +46,7 @@ class HeldSegment:
     they stay for good.
     """
 
-    __slots__ = ("_arena", "_device", "_swap", "_tier", "failure", "masters", "name", "owners", "plan", "states")
+    __slots__ = ("_arena", "_swap", "_tier", "device", "failure", "masters", "name", "owners", "plan", "states")
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class HeldSegment:
         self.states: list[dict[str, Any] | None] = [None] * len(plan.pieces)
         self.masters = [False] * len(plan.pieces)
         self.failure: CapacityError | None = None
-        self._device = where
+        self.device = where
         self._tier = tier
         self._arena: Tensor | None = None
         self._swap: SwapTensor | None = None
@@ -80,7 +80,7 @@ class HeldSegment:
 
     def _carrier(self) -> Carrier:
         # Asked for when it is needed: settings may have changed since.
-        return SwapManager().carrier_for(self._device, self._tier)
+        return SwapManager().carrier_for(self.device, self._tier)
 
     @property
     def is_resident(self) -> bool:
@@ -91,6 +91,11 @@ class HeldSegment:
     def is_arriving(self) -> bool:
         """Whether a copy in was launched and not waited for."""
         return self._swap is not None and self._swap.state is SwapState.H2D
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a copy away was launched and not waited for."""
+        return self._swap is not None and self._swap.state is SwapState.D2H
 
     @property
     def is_empty(self) -> bool:
@@ -104,7 +109,7 @@ class HeldSegment:
         if self._swap is not None:
             self._swap.async_load()
         elif self._arena is None:
-            self._arena = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+            self._arena = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
 
     def arrive(self) -> None:
         """Order the compute after the bytes have come. Raises TierError if they have not; ask again."""
@@ -116,6 +121,7 @@ class HeldSegment:
         """Begin to bring the bytes away. Without room they stay; see ``failure``."""
         if self._arena is None or not self.moves:
             return
+        self.failure = None  # of an earlier try
         swap = SwapTensor(self._arena, carrier=self._carrier(), name=self.name)
         try:
             swap.async_offload()
@@ -133,6 +139,10 @@ class HeldSegment:
         except CapacityError as error:
             self.failure = error
             self._arena, self._swap = self._swap.get_val(), None
+
+    def let_run(self) -> bool:
+        """Free the bytes here when they have left, whatever the compute does. False: that must be waited for."""
+        return self._swap is None or self._swap.let_run()
 
     # ---- what is in it -------------------------------------------------------------------------
 
@@ -155,9 +165,9 @@ class HeldSegment:
             CapacityError: there is no room; what was here before is still here.
         """
         if not self.moves:
-            self._arena = flat.to(self._device, copy=True)
+            self._arena = flat.to(self.device, copy=True)
             return
-        self._arena, self._swap = None, SwapTensor.on_host(flat, self._device, carrier=self._carrier(), name=self.name)
+        self._arena, self._swap = None, SwapTensor.on_host(flat, self.device, carrier=self._carrier(), name=self.name)
 
     def forget(self) -> None:
         """Drop bytes and state."""

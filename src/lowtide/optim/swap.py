@@ -24,6 +24,7 @@ from lowtide.optim.parameter import SteppedParameter
 from lowtide.optim.pipeline import walk
 from lowtide.optim.segment import HeldSegment
 from lowtide.optim.stepping import update_segment
+from lowtide.optim.surroundings import Surroundings
 from lowtide.optim.tensors import is_sharded, local_part
 from lowtide.optim.worker import Worker
 from lowtide.optim.wrapper import WrappedOptimizer, counts_on_device
@@ -57,6 +58,7 @@ class SwapOptimizerReport:
     loaded_bytes: int
     stored_bytes: int
     steps: int
+    ahead_bytes: int
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -66,6 +68,7 @@ class SwapOptimizerReport:
             f"{self.buckets} buckets of {self.bucket_bytes / mib:.1f} MiB",
             f"in the last step {self.peak_bytes / mib:.1f} of {self.window_bytes / mib:.1f} MiB were on the device",
             f"{self.steps} steps, {self.loaded_bytes / mib:.1f} MiB in, {self.stored_bytes / mib:.1f} MiB out",
+            *([f"{self.ahead_bytes / mib:.1f} MiB began to come in backward"] if self.ahead_bytes else []),
             *self.notes,
         ]
         return "\n".join(lines)
@@ -82,6 +85,7 @@ class _Settings:
     residual_mode: residual.Mode
     tier: str | None
     elementwise: bool | None
+    overlap: bool
 
     def __post_init__(self) -> None:
         for name in ("swap_times", "bucket_bytes"):
@@ -93,6 +97,8 @@ class _Settings:
         for name, choices in (("master", _MASTERS), ("residual_mode", get_args(residual.Mode)), ("tier", _TIERS)):
             if getattr(self, name) not in choices:
                 raise _wrong(name, f"one of {', '.join(map(repr, choices))}", getattr(self, name))
+        if self.overlap and self.tier == "device":
+            raise _wrong("overlap", "a tier to which something moves", "overlap=True with tier='device'")
 
 
 class SwapOptimizer(WrappedOptimizer):
@@ -111,6 +117,7 @@ class SwapOptimizer(WrappedOptimizer):
         self._places: dict[int, list[Place]] = {}
         self._layouts: list[Layout] = []
         self._half: _HalfStep | None = None
+        self._around = Surroundings() if settings.overlap else None
         self._steps = self._loaded = self._stored = self._peak = 0
         states = dict(inner.state)
         planned = [p for number in range(len(self.param_groups)) for p in self._plan_group(number, states)]
@@ -189,6 +196,8 @@ class SwapOptimizer(WrappedOptimizer):
             self._layouts.append(layout)
         self._parameters += parameters
         self._by_id.update({id(parameter.parameter): parameter for parameter in parameters})
+        if self._around is not None:
+            self._around.arrivals.watch(parameter.parameter for parameter in parameters)
 
     def _demand_room(self, where: torch.device, layout: Layout) -> None:
         accelerator = device.is_accelerator(where)
@@ -223,7 +232,14 @@ class SwapOptimizer(WrappedOptimizer):
 
     # ---- one step ------------------------------------------------------------------------------
 
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """See ``torch.optim.Optimizer.zero_grad``; what was loaded ahead for these gradients leaves again."""
+        if self._around is not None:
+            self._around.take_back()
+        super().zero_grad(set_to_none=set_to_none)
+
     def _update(self) -> None:
+        self._settle()
         grads: dict[int, Tensor] = {}
         for parameter in self._parameters:
             grad = parameter.gradient()
@@ -232,6 +248,9 @@ class SwapOptimizer(WrappedOptimizer):
         done = self._half.done(self._parameters) if self._half is not None else set()
         self._half = None
         due = [s for s in self._segments if id(s) not in done and any(id(owner) in grads for owner in s.owners)]
+        if self._around is not None:
+            self._around.take_back(due)
+            due.sort(key=lambda segment: not segment.is_arriving)  # they have their place in the window already
         worker = Worker(self._inner, self._passed())
         loaded = sum(s.nbytes for s in due if not s.is_resident and not s.is_empty)
 
@@ -240,15 +259,21 @@ class SwapOptimizer(WrappedOptimizer):
             done.add(id(segment))
 
         try:
-            self._peak = walk(due, self._window, update)
+            self._peak, behind = walk(due, self._window, update, lingers=self._around is not None)
         except BaseException:
             self._half = _HalfStep(done, self._parameters)
             raise
         worker.carry_back()
+        if self._around is not None:
+            self._around.stepped(due, self._window, behind)
         self._steps += 1
         self._loaded += loaded
         self._stored += sum(s.nbytes for s in due if not s.is_resident)
         self._raise_failures(due)
+
+    def _settle(self) -> None:
+        if self._around is not None:
+            self._around.settle()
 
     @property
     def _window(self) -> int:
@@ -283,6 +308,7 @@ class SwapOptimizer(WrappedOptimizer):
         ]
 
     def _export(self, parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        self._settle()
         planned = [self._by_id[id(parameter)] for parameter in parameters]
         if self._half is not None or any(
             segment.states[i] is None for p in planned for segment, i in self._places[id(p)]
@@ -299,6 +325,7 @@ class SwapOptimizer(WrappedOptimizer):
         return export_states([(one, self._places[id(one)]) for one in planned])
 
     def _import(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        self._settle()
         import_states(self._segments, states, self.param_groups)
         self._half = None
 
@@ -322,6 +349,8 @@ class SwapOptimizer(WrappedOptimizer):
                 for name, value in state.items()
                 if name != MASTER
             }
+        if self._around is not None:
+            self._around.arrivals.stop()
         for segment in self._segments:
             segment.forget()
         return self._let_go()
@@ -339,7 +368,8 @@ class SwapOptimizer(WrappedOptimizer):
             loaded_bytes=self._loaded,
             stored_bytes=self._stored,
             steps=self._steps,
-            notes=tuple(self.notes),
+            ahead_bytes=0 if self._around is None else self._around.ahead_bytes,
+            notes=(*self.notes, *(() if self._around is None else self._around.notes)),
         )
 
 
@@ -372,6 +402,7 @@ def swap_optimizer(
     residual_mode: residual.Mode = "exact",
     tier: str | None = None,
     elementwise: bool | None = None,
+    overlap: bool = False,
 ) -> SwapOptimizer:
     """Keep an optimizer's state on the lower tier outside of ``step()`` (O1-O3).
 
@@ -399,6 +430,8 @@ def swap_optimizer(
             ``"host"`` insists on host memory; ``"device"``: nothing moves, for a residual alone. None: the tier below
             the parameters' device.
         elementwise: whether the class treats each element by itself; needed for classes that torch does not bring.
+        overlap: whether the first loads begin near the end of backward and the last stores end in the next forward.
+            Costs up to two buckets there beside what else is on the device.
 
     Raises:
         ConfigError: an argument has a wrong value, or nothing would move.
@@ -416,7 +449,7 @@ def swap_optimizer(
     33280
     """
     moving = None if state is None else frozenset(state)
-    settings = _Settings(swap_times, bucket_bytes, moving, master, residual_mode, tier, elementwise)
+    settings = _Settings(swap_times, bucket_bytes, moving, master, residual_mode, tier, elementwise, overlap)
     return SwapOptimizer(optimizer, settings)
 
 

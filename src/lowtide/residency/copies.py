@@ -57,6 +57,9 @@ class Copy(Protocol):
     def wait(self) -> None:
         """Order the compute after it. Raises TierError if it failed. Repeating it is harmless."""
 
+    def let_run(self) -> bool:
+        """Leave a copy that cannot fail alone: the device's memory is free when it is over. False: wait for it."""
+
 
 class Carrier(Protocol):
     """Moves flat byte tensors down and up."""
@@ -108,6 +111,10 @@ class _FileCopy:
             self._traffic.waits += 1
         ticket.wait()
         self._ticket = None
+
+    def let_run(self) -> bool:
+        """See :class:`Copy`: a disk can fail."""
+        return False
 
 
 class FileCarrier:
@@ -187,10 +194,11 @@ class FileCarrier:
 class _StreamCopy:
     """A copy queued on a stream; keeps both sides alive until somebody was ordered after it."""
 
-    __slots__ = ("_keep", "device", "event")
+    __slots__ = ("_keep", "_stream", "device", "event")
 
-    def __init__(self, event: Any, where: torch.device, keep: tuple[Tensor, ...]) -> None:
+    def __init__(self, event: Any, stream: Any, where: torch.device, keep: tuple[Tensor, ...]) -> None:
         self.event = event
+        self._stream = stream
         self.device = where
         self._keep: tuple[Tensor, ...] = keep
 
@@ -198,6 +206,14 @@ class _StreamCopy:
         if self._keep:
             device.wait_event(device.current_stream(self.device), self.event)
             self._keep = ()
+
+    def let_run(self) -> bool:
+        """See :class:`Copy`."""
+        with device.use_stream(self._stream):
+            for tensor in self._keep:
+                device.note_reader(tensor)
+        self._keep = ()
+        return True
 
     def __del__(self) -> None:
         # Never waited for: its blocks may only be reused after it.
@@ -211,6 +227,10 @@ class _HostWrite:
 
     def wait(self) -> None:
         """Nothing."""
+
+    def let_run(self) -> bool:
+        """It is over."""
+        return True
 
 
 class PinnedCarrier:
@@ -253,7 +273,7 @@ class PinnedCarrier:
                 buffer.tensor.copy_(source, non_blocking=True)
                 self._traffic.out_bytes += source.numel()
         event = device.record_event(stream)
-        return [(b, _StreamCopy(event, self._device, (s,))) for b, s in zip(buffers, sources, strict=True)]
+        return [(b, _StreamCopy(event, stream, self._device, (s,))) for b, s in zip(buffers, sources, strict=True)]
 
     def copy_in(self, slots: Sequence[tuple[Any, Copy]], where: torch.device, stream: Any = None) -> list[Any]:
         """See :class:`Carrier`: allocated on the compute stream, which the copy stream waits for first."""
@@ -268,7 +288,7 @@ class PinnedCarrier:
                 target.copy_(slot.tensor, non_blocking=True)
                 self._traffic.in_bytes += slot.nbytes
         event = device.record_event(stream)
-        return [(t, _StreamCopy(event, where, (t, slot.tensor))) for t, (slot, _) in zip(targets, slots, strict=True)]
+        return [(t, _StreamCopy(event, stream, where, (t, s.tensor))) for t, (s, _) in zip(targets, slots, strict=True)]
 
     def put(self, source: Tensor) -> tuple[HostBuffer, Copy]:
         """See :class:`Carrier`."""

@@ -56,6 +56,10 @@ class _WayOut:
         self._first.wait()
         self._first = None
 
+    def let_run(self) -> bool:
+        """See :class:`Copy`: a disk can fail."""
+        return False
+
 
 class _WayIn:
     """A copy from the file, which the compute stream is ordered behind once it was launched."""
@@ -78,6 +82,10 @@ class _WayIn:
         device.wait_event(device.current_stream(self._where), event)
         self._done = None
 
+    def let_run(self) -> bool:
+        """See :class:`Copy`: a disk can fail."""
+        return False
+
     def __del__(self) -> None:
         # Never waited for: whether it was launched or will be, its target may only be reused after it.
         if self._done is not None:
@@ -97,6 +105,10 @@ class _Written:
 
     def wait(self) -> None:
         """Nothing."""
+
+    def let_run(self) -> bool:
+        """It is over."""
+        return True
 
 
 class DeepCarrier:

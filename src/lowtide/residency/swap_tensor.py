@@ -184,6 +184,19 @@ class SwapTensor:
         self._val = None
         self._state = SwapState.HOST
 
+    def let_run(self) -> bool:
+        """Drop the device's bytes while they leave: they are free when they have left, and the compute does not wait.
+
+        False where the copy may fail; it is to be waited for then.
+        """
+        if self._state is not SwapState.D2H:
+            return True
+        assert self._out is not None
+        if not self._out.let_run():
+            return False
+        self.wait_offload()
+        return True
+
     def async_load(self, copy_stream: Any = None) -> None:
         """Start the copy back. Harmless when it is back or on its way already."""
         launch_load([self], copy_stream)
