@@ -10,6 +10,7 @@ The only file that empties a storage, at the user's explicit word
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
@@ -198,7 +199,9 @@ class Emptied:
         if storage is not None:
             _emptied.pop(storage._cdata, None)
 
-    def __del__(self) -> None:
+    def __del__(self, _exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if _exiting():
+            return  # the process ends: what we would call may be gone
         self.forget()
 
 

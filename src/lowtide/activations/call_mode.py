@@ -9,6 +9,7 @@ BatchNorm statistics move twice and host randomness is drawn twice.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -96,7 +97,9 @@ class _Kept:
         assert self.tensor is not None
         return self.tensor.detach()
 
-    def __del__(self) -> None:
+    def __del__(self, _exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if _exiting():
+            return  # the process ends: what we would call may be gone
         if self.swap is not None:
             self.swap.release()
 

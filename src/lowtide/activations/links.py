@@ -11,8 +11,9 @@ does not match is kept as every input is, and counted with its reason.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,7 +168,9 @@ class Offer:
             return UNSEEN
         return None
 
-    def __del__(self) -> None:
+    def __del__(self, _exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if _exiting():
+            return  # the process ends: what we would call may be gone
         _torch.free_weak_storage(self._pin)
 
 

@@ -11,6 +11,8 @@ dies by reference counting with its graph.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,5 +139,7 @@ class Handle:
         self.value = value
         self.layout = layout
 
-    def __del__(self) -> None:
+    def __del__(self, _exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if _exiting():
+            return  # the process ends: what we would call may be gone
         self.tape.forget(self)

@@ -7,10 +7,7 @@ overlap; a step on the host brings gradients down first, then computes while par
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -21,16 +18,15 @@ from lowtide.optim.kinds import kind_of
 from lowtide.optim.masters import choose
 from lowtide.optim.swap import SwapOptimizer, swap_optimizer
 from lowtide.optim.tensors import local_part
+from lowtide.optim.times import best_seconds, link_rates
 from lowtide.optim.worker import Share, Worker
 
 __all__ = ["Demand", "Placement", "Rates", "demand_of", "measure", "offload_optimizer", "place"]
 
 Tensor = torch.Tensor
 
-# Large enough that a copy's launch and an operator's call do not count.
-_LINK_BYTES = 64 << 20
+# Of a matrix large enough that an operator's call does not count.
 _SIDE = 2048
-_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -110,34 +106,20 @@ def measure(optimizer: torch.optim.Optimizer, where: torch.device, stepped: torc
 
     Needs 128 MiB on the device and on the host, and a tensor of four million elements with its state on both.
     """
-    below = device.pinned_bytes(_LINK_BYTES)
-    above = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=where)
-    down = _best(where, lambda: below.copy_(above, non_blocking=True))
-    up = _best(where, lambda: above.copy_(below, non_blocking=True))
+    down, up = link_rates(where)
     elements = _SIDE * _SIDE
     return Rates(
-        down=_LINK_BYTES / down,
-        up=_LINK_BYTES / up,
+        down=down,
+        up=up,
         device=elements / _step_seconds(optimizer, where, stepped),
         host=elements / _step_seconds(optimizer, torch.device("cpu"), stepped),
     )
 
 
-def _best(where: torch.device, work: Callable[[], Any]) -> float:
-    found = []
-    for _ in range(_ROUNDS + 1):  # the first warms up, and is not the fastest
-        device.synchronize(where)
-        began = time.perf_counter()
-        work()
-        device.synchronize(where)
-        found.append(time.perf_counter() - began)
-    return min(found)
-
-
 def _step_seconds(optimizer: torch.optim.Optimizer, where: torch.device, dtype: torch.dtype) -> float:
     share = _share(where, dtype, _SIDE)
     with device.with_default_device(where):
-        return _best(where, lambda: Worker(optimizer).update([share]))
+        return best_seconds(where, lambda: Worker(optimizer).update([share]))
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> float:

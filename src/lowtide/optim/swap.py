@@ -6,6 +6,7 @@ the optimizer inside would have given them; only where they lie differs.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from lowtide.optim.segment import HeldSegment
 from lowtide.optim.stepping import update_segment
 from lowtide.optim.surroundings import Surroundings
 from lowtide.optim.tensors import is_sharded, local_part
+from lowtide.optim.times import StepTimes, Stopwatch, tier_rates
 from lowtide.optim.worker import Worker
 from lowtide.optim.wrapper import WrappedOptimizer, counts_on_device
 from lowtide.residency.manager import SwapManager
@@ -118,6 +120,7 @@ class SwapOptimizer(WrappedOptimizer):
         self._layouts: list[Layout] = []
         self._half: _HalfStep | None = None
         self._around = Surroundings() if settings.overlap else None
+        self._watch: Stopwatch | None = None
         self._steps = self._loaded = self._stored = self._peak = 0
         states = dict(inner.state)
         planned = [p for number in range(len(self.param_groups)) for p in self._plan_group(number, states)]
@@ -255,7 +258,8 @@ class SwapOptimizer(WrappedOptimizer):
         loaded = sum(s.nbytes for s in due if not s.is_resident and not s.is_empty)
 
         def update(segment: HeldSegment) -> None:
-            update_segment(segment, worker, grads)
+            with contextlib.nullcontext() if self._watch is None else self._watch.lap(segment):
+                update_segment(segment, worker, grads)
             done.add(id(segment))
 
         try:
@@ -263,6 +267,8 @@ class SwapOptimizer(WrappedOptimizer):
         except BaseException:
             self._half = _HalfStep(done, self._parameters)
             raise
+        if self._watch is not None:
+            self._watch.end()
         worker.carry_back()
         if self._around is not None:
             self._around.stepped(due, self._window, behind)
@@ -270,6 +276,20 @@ class SwapOptimizer(WrappedOptimizer):
         self._loaded += loaded
         self._stored += sum(s.nbytes for s in due if not s.is_resident)
         self._raise_failures(due)
+
+    def timed_step(self) -> StepTimes:
+        """One ``step()``, and where its time went: for each bucket the link's, the update's, and what was exposed.
+
+        Cost: a probe of the link (under a second), and the host waits for the step.
+        """
+        where = list(dict.fromkeys(segment.device for segment in self._segments))
+        rates = {one: tier_rates(one, self._settings.tier) for one in where}
+        watch = self._watch = Stopwatch(where)
+        try:
+            self.step()
+        finally:
+            self._watch = None
+        return watch.times(max(layout.bucket_bytes for layout in self._layouts), rates.__getitem__)
 
     def _settle(self) -> None:
         if self._around is not None:

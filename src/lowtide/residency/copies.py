@@ -11,8 +11,9 @@ alive until its copy was waited for.
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -215,7 +216,9 @@ class _StreamCopy:
         self._keep = ()
         return True
 
-    def __del__(self) -> None:
+    def __del__(self, _exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if _exiting():
+            return  # the process ends: what we would call may be gone
         # Never waited for: its blocks may only be reused after it.
         self.wait()
 

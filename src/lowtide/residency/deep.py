@@ -9,7 +9,8 @@ of the device is given back to its stream behind the copy, whoever waits or does
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -86,7 +87,9 @@ class _WayIn:
         """See :class:`Copy`: a disk can fail."""
         return False
 
-    def __del__(self) -> None:
+    def __del__(self, _exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if _exiting():
+            return  # the process ends: what we would call may be gone
         # Never waited for: whether it was launched or will be, its target may only be reused after it.
         if self._done is not None:
             self._done.add_done_callback(functools.partial(_keep_until_arrived, self._stream))

@@ -99,7 +99,9 @@ class Visit:
         """Backward reaches this call."""
         self.manager._run(self.sequence, lambda schedule: schedule.begin_backward(self.number))
 
-    def __del__(self) -> None:
+    def __del__(self, _exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if _exiting():
+            return  # the process ends: what we would call may be gone
         self.sequence.gone(self.number)
 
 

@@ -9,6 +9,7 @@ else holds the storage keeps it, and that is counted, not fought.
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -279,7 +280,9 @@ class SwapTensor:
         self._val = None
         self._free_slot()
 
-    def __del__(self) -> None:
+    def __del__(self, _exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if _exiting():
+            return  # the process ends: what we would call may be gone
         self._abandon()
         _torch.free_weak_storage(self._weak_storage)
 
