@@ -334,6 +334,43 @@ def chunks_of_products(kit: Kit) -> None:
         kit.note_gradients(model)
 
 
+class Bend(nn.Module):
+    """Its backward reads what it computes in the middle, and neither its input nor its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh() * self.scale
+
+
+def chunks_of_bends(kit: Kit) -> None:
+    """What one layer makes for the next is all that the peak is made of, once bytes are compared no more."""
+    model: nn.Module = nn.Module()
+    model.layers = nn.ModuleList(Bend() for _ in range(6))
+    model.to(kit.device)
+    if not kit.plain:
+        import lowtide
+
+        kit.configure(min_bytes=0)
+        config = lowtide.MemoryConfig(
+            recompute_method="uniform", full_recompute_num_layers=3, swap_inputs=True, layer_modules="layers.*"
+        )
+        lowtide.apply(model, config)
+    for _ in range(4):
+        x = torch.linspace(0, 9, 256 * 64, device=kit.device).view(256, 64).requires_grad_()
+        out = x
+        for layer in model.layers:
+            out = layer(out)
+        kit.mark()
+        out.sum().backward()
+        kit.note(x.grad)
+        kit.note_gradients(model)
+        del x, out
+        kit.mark()
+
+
 STEPPED: dict[str, Callable[[Kit], None]] = {
     "optimizer": swapped_state,
     "optimizer beside activations": swapped_beside_activations,
@@ -344,5 +381,6 @@ STEPPED: dict[str, Callable[[Kit], None]] = {
     "on the host, late": stepped_on_the_host_late,
     "chunks": chunks,
     "chunks of products": chunks_of_products,
+    "chunks of bends": chunks_of_bends,
     "chunks read again": chunks_read_again,
 }

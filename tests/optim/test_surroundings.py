@@ -263,3 +263,45 @@ def test_the_device_is_not_held_up_by_the_last_stores_nor_by_the_first_loads() -
         del optimizer, model
     assert seconds[1] < seconds[0]
     assert left[0] == left[1]
+
+
+@pytest.mark.sim
+def test_after_a_step_the_compute_is_done_before_the_stores_are() -> None:
+    import lowtide.sim
+
+    simulator = lowtide.sim.active()
+    assert simulator is not None
+    where = device.training_device()
+    rows = [nn.Parameter(torch.ones(1 << 20, device=where)) for _ in range(8)]
+    for overlap in (False, True):
+        optimizer = swap_optimizer(torch.optim.AdamW(rows, fused=True), swap_times=4, overlap=overlap)
+        for _ in range(2):
+            for row in rows:
+                row.grad = torch.ones_like(row)
+            simulator.synchronize()
+            optimizer.step()
+        torch.accelerator.current_stream().synchronize()
+        computed = simulator.now()
+        assert (simulator.synchronize() > computed) is overlap
+        optimizer.unwrap()
+
+
+@pytest.mark.sim
+@pytest.mark.values
+def test_the_step_may_run_on_a_stream_of_its_own() -> None:
+    """What backward begins to load is allocated where it will be used and freed."""
+    where = device.training_device()
+    plain_model, model = net().to(where), net().to(where)
+    plain, optimizer = OPTIMIZERS["adamw"](list(plain_model.parameters())), overlapping(model)
+    side = device.new_stream(where)
+    for step in range(4):
+        for m, o in ((plain_model, plain), (model, optimizer)):
+            o.zero_grad()
+            backward(m, step)
+            device.wait_stream(side, device.current_stream(where))
+            with device.use_stream(side):
+                o.step()
+            device.wait_stream(device.current_stream(where), side)
+            del m
+    assert optimizer.report().ahead_bytes > 0
+    assert_same_bits(weights(plain_model), weights(model))
