@@ -408,3 +408,35 @@ def test_not_a_number_is_carried_as_the_plain_optimizer_carries_it() -> None:
                 model[0].weight.grad[1, 1] = float("inf")  # type: ignore[index]
             optimizer.step()
     compare(*pairs)
+
+
+class Remembers(torch.optim.Optimizer):
+    """Keeps the very gradient that it is given, from its second step on, and steps with the one before."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.125})  # a power of two: rounded once, wherever a tensor is cut
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    last = self.state[p].get("last")
+                    if "steps" in self.state[p]:
+                        self.state[p]["last"] = p.grad
+                    self.state[p]["steps"] = 1
+                    p.add_(p.grad if last is None else last, alpha=-group["lr"])
+
+
+@pytest.mark.values
+@pytest.mark.parametrize("master", ["fp32", "residual"])
+def test_what_a_class_keeps_of_what_it_was_given_is_its_own(master: str) -> None:
+    plain_model, model = net(torch.bfloat16), net(torch.bfloat16)
+    plain = SeparateMasters(Remembers(list(plain_model.parameters())))
+    swapped = swap_optimizer(Remembers(list(model.parameters())), swap_times=3, master=master, elementwise=True)
+    for m, o in ((plain_model, plain), (model, swapped)):
+        for step in range(4):
+            o.zero_grad()
+            backward(m, step)
+            o.step()  # type: ignore[attr-defined]
+    assert_same_bits(weights(plain_model), weights(model))

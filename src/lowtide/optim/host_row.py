@@ -20,7 +20,7 @@ from lowtide.optim.host_gradient import Beside, HostGradient
 from lowtide.optim.kinds import StateSpec
 from lowtide.optim.masters import MASTER, FullMaster
 from lowtide.optim.stand_in import left, stand_in, used_elsewhere
-from lowtide.optim.tensors import dense_strides, flat_view, in_order_of, is_sharded, local_part, sum_of_bits
+from lowtide.optim.tensors import Scratch, dense_strides, flat_view, in_order_of, is_sharded, local_part, sum_of_bits
 from lowtide.optim.worker import Share
 from lowtide.residency.manager import SwapManager
 from lowtide.residency.room import demand_room
@@ -194,7 +194,7 @@ class HostRow:
         if self._full is None:
             self.master.copy_(weight)
         else:
-            self._full.target(weight, {MASTER: self.master}, made=self._made)
+            self._full.target(weight, {MASTER: self.master}, made=self._made, scratch=Scratch())
         self._made, self._written = True, bits
 
     # ---- state, in full ------------------------------------------------------------------------

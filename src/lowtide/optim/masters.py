@@ -15,7 +15,7 @@ import torch
 
 from lowtide.optim import residual
 from lowtide.optim.layout import Array
-from lowtide.optim.tensors import sum_of_bits
+from lowtide.optim.tensors import Scratch, sum_of_bits
 
 __all__ = ["MASTER", "FullMaster", "Masters", "NoMaster", "ResidualMaster", "choose"]
 
@@ -36,7 +36,7 @@ class Masters(ABC):
     stepped: ClassVar[torch.dtype | None] = torch.float32  # the type of what is stepped; None: the parameter's
 
     @abstractmethod
-    def target(self, weight: Tensor, views: Views, *, made: bool) -> Tensor:
+    def target(self, weight: Tensor, views: Views, *, made: bool, scratch: Scratch) -> Tensor:
         """What is to be stepped; ``made``: the views hold a master."""
 
     @abstractmethod
@@ -57,7 +57,7 @@ class NoMaster(Masters):
 
     stepped: ClassVar[torch.dtype | None] = None
 
-    def target(self, weight: Tensor, views: Views, *, made: bool) -> Tensor:
+    def target(self, weight: Tensor, views: Views, *, made: bool, scratch: Scratch) -> Tensor:
         """The parameter's own elements."""
         return weight
 
@@ -79,7 +79,7 @@ class FullMaster(Masters):
 
     arrays = (Array(MASTER, torch.float32),)
 
-    def target(self, weight: Tensor, views: Views, *, made: bool) -> Tensor:
+    def target(self, weight: Tensor, views: Views, *, made: bool, scratch: Scratch) -> Tensor:
         """The master; elements whose parameter is not its cast were edited, and are taken from the parameter."""
         master = views[MASTER]
         if made:
@@ -121,12 +121,14 @@ class ResidualMaster(Masters):
         ties = (Array(_TIES, torch.uint8, bits=True),) if mode == "exact" else ()
         self.arrays = (*kept, *ties)
 
-    def target(self, weight: Tensor, views: Views, *, made: bool) -> Tensor:
+    def target(self, weight: Tensor, views: Views, *, made: bool, scratch: Scratch) -> Tensor:
         """The master, made from both halves in a row of its own. A piece whose parameter was edited has no residual."""
+        master = scratch.row(weight.numel(), torch.float32, weight.device)
         if not made:
-            return weight.to(torch.float32)
+            return master.copy_(weight)
         self._drop_if_edited(weight, views)
-        return self._merge(weight, views)
+        residual.merge(weight, views[_RESIDUAL], views.get(_TIES), master, self.mode)
+        return master
 
     def finish(self, target: Tensor, weight: Tensor, views: Views) -> None:
         """Split what was stepped into both halves."""
@@ -136,21 +138,18 @@ class ResidualMaster(Masters):
     def export(self, weight: Tensor, views: Views) -> Tensor | None:
         """The master as :meth:`target` would give it."""
         own = {name: view.clone() for name, view in views.items() if name in {_RESIDUAL, _TIES, _SUM}}
-        return self.target(weight, own, made=True)
+        return self.target(weight, own, made=True, scratch=Scratch())
 
     def take(self, master: Tensor, views: Views) -> None:
         """Split it; the half that is the parameter's is only compared with the parameter, at the next step."""
         weight = torch.empty_like(master, dtype=torch.bfloat16)
         self.finish(master, weight, views)
 
-    def _merge(self, weight: Tensor, views: Views) -> Tensor:
-        master = torch.empty_like(weight, dtype=torch.float32)
-        residual.merge(weight, views[_RESIDUAL], views.get(_TIES), master, self.mode)
-        return master
-
     def _drop_if_edited(self, weight: Tensor, views: Views) -> None:
-        # No host read: the comparison stays on the device and becomes a factor of the residual.
         unchanged = sum_of_bits(weight).reshape(1) == views[_SUM]
+        if weight.device.type == "cpu" and bool(unchanged):
+            return
+        # No read of a device: the comparison stays there and becomes a factor of the residual.
         views[_RESIDUAL].mul_(unchanged)
         if _TIES in views:
             views[_TIES].mul_(unchanged)

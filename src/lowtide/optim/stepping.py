@@ -15,6 +15,7 @@ import torch
 from lowtide.optim.layout import Piece
 from lowtide.optim.parameter import SteppedParameter
 from lowtide.optim.segment import IN_SEGMENT, HeldSegment
+from lowtide.optim.tensors import Scratch
 from lowtide.optim.worker import Share, Worker
 
 __all__ = ["update_segment"]
@@ -35,24 +36,27 @@ class _Stepped:
     share: Share
 
 
-def update_segment(segment: HeldSegment, worker: Worker, grads: Mapping[int, Tensor]) -> None:
+def update_segment(segment: HeldSegment, worker: Worker, grads: Mapping[int, Tensor], scratch: Scratch) -> None:
     """Step every piece of a segment, which is on the device, whose parameter has an entry in ``grads`` (by id)."""
+    scratch.begin()
     stepped = [
-        _prepare(segment, number, piece, grads[id(segment.owners[number])])
+        _prepare(segment, number, piece, grads[id(segment.owners[number])], scratch)
         for number, piece in segment.numbered()
         if id(segment.owners[number]) in grads
     ]
     worker.update([one.share for one in stepped])
     for one in stepped:
-        _keep(segment, one)
+        _keep(segment, one, scratch)
 
 
-def _prepare(segment: HeldSegment, number: int, piece: Piece, grad: Tensor) -> _Stepped:
+def _prepare(segment: HeldSegment, number: int, piece: Piece, grad: Tensor, scratch: Scratch) -> _Stepped:
     owner = segment.owners[number]
     rows = {entry.array.name: segment.view(entry) for entry in piece.entries}
     weight = owner.weight(piece)
-    target = owner.masters.target(weight, rows, made=segment.masters[number])
-    grad_row = owner.row_of(grad, piece).to(target.dtype)
+    target = owner.masters.target(weight, rows, made=segment.masters[number], scratch=scratch)
+    grad_row = owner.row_of(grad, piece)
+    if grad_row.dtype != target.dtype:
+        grad_row = scratch.row(grad_row.numel(), target.dtype, target.device).copy_(grad_row)
     state = dict(segment.states[number] or {})
     for entry in piece.entries:
         if state.get(entry.array.name) is IN_SEGMENT:
@@ -63,14 +67,15 @@ def _prepare(segment: HeldSegment, number: int, piece: Piece, grad: Tensor) -> _
     return _Stepped(number, piece, owner, weight, target, rows, share)
 
 
-def _keep(segment: HeldSegment, one: _Stepped) -> None:
+def _keep(segment: HeldSegment, one: _Stepped, scratch: Scratch) -> None:
     """Put what the class made into its places: arrays into the segment, the master into the parameter and its rest."""
     state: dict[str, Any] = {}
     entries = {entry.array.name: entry for entry in one.piece.entries}
     for name, value in one.share.state.items():
         entry = entries.get(name)
         if entry is None or not isinstance(value, Tensor):
-            state[name] = value
+            # A class may keep the very gradient that it was given.
+            state[name] = value.clone() if isinstance(value, Tensor) and scratch.owns(value) else value
             continue
         home = one.owner.array(one.rows[name], entry.array)
         if value.shape != home.shape or value.dtype != home.dtype:

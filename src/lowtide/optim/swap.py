@@ -26,7 +26,7 @@ from lowtide.optim.pipeline import walk
 from lowtide.optim.segment import HeldSegment
 from lowtide.optim.stepping import update_segment
 from lowtide.optim.surroundings import Surroundings
-from lowtide.optim.tensors import is_sharded, local_part
+from lowtide.optim.tensors import Scratch, is_sharded, local_part
 from lowtide.optim.times import StepTimes, Stopwatch, tier_rates
 from lowtide.optim.worker import Worker
 from lowtide.optim.wrapper import WrappedOptimizer, counts_on_device
@@ -254,12 +254,12 @@ class SwapOptimizer(WrappedOptimizer):
         if self._around is not None:
             self._around.take_back(due)
             due.sort(key=lambda segment: not segment.is_arriving)  # they have their place in the window already
-        worker = Worker(self._inner, self._passed())
+        worker, scratch = Worker(self._inner, self._passed()), Scratch()
         loaded = sum(s.nbytes for s in due if not s.is_resident and not s.is_empty)
 
         def update(segment: HeldSegment) -> None:
             with contextlib.nullcontext() if self._watch is None else self._watch.lap(segment):
-                update_segment(segment, worker, grads)
+                update_segment(segment, worker, grads, scratch)
             done.add(id(segment))
 
         try:

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["dense_strides", "flat_view", "in_order_of", "is_sharded", "local_part", "sum_of_bits"]
+from lowtide._torch import storage_key
+
+__all__ = ["Scratch", "dense_strides", "flat_view", "in_order_of", "is_sharded", "local_part", "sum_of_bits"]
 
 Tensor = torch.Tensor
 
@@ -61,3 +63,36 @@ def sum_of_bits(row: Tensor) -> Tensor:
         flat = flat.clone()
     words = flat.numel() // 8 * 8
     return flat[:words].view(torch.int64).sum() + flat[words:].to(torch.int64).sum()
+
+
+class Scratch:
+    """Rows that are needed for one segment at a time.
+
+    On the host they lie in memory that is used again: a fresh page costs more than its elements are read and written
+    for. A device's allocator does that by itself.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+        self._taken = 0
+
+    def begin(self) -> None:
+        """The rows so far are needed no more."""
+        self._taken = 0
+
+    def row(self, numel: int, dtype: torch.dtype, where: torch.device) -> Tensor:
+        """A row, not filled."""
+        if where.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=where)
+        nbytes = numel * dtype.itemsize
+        if self._taken == len(self._blocks):
+            self._blocks.append(torch.empty(0, dtype=torch.uint8, device=where))
+        if self._blocks[self._taken].numel() < nbytes:
+            self._blocks[self._taken] = torch.empty(nbytes, dtype=torch.uint8, device=where)
+        self._taken += 1
+        return self._blocks[self._taken - 1][:nbytes].view(dtype)
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in memory that will be used again."""
+        key = storage_key(tensor)
+        return any(storage_key(block) == key for block in self._blocks)
