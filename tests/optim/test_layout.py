@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.optim.layout import ALIGNMENT, LARGEST, Array, Demand, Layout, plan
+from lowtide.optim.layout import ALIGNMENT, LARGEST, STEPPED, Array, Demand, Layout, plan
 from lowtide.residency.pool import size_class
 
 FLOAT, HALF, BYTE = torch.float32, torch.bfloat16, torch.uint8
@@ -46,9 +46,9 @@ def check(layout: Layout, wanted: list[Demand]) -> None:
         assert segment.nbytes == end
 
 
-@given(demands, st.integers(1, 40))
-def test_every_element_lies_in_one_place(wanted: list[Demand], swap_times: int) -> None:
-    check(plan(wanted, swap_times=swap_times), wanted)
+@given(demands, st.integers(1, 40), st.booleans())
+def test_every_element_lies_in_one_place(wanted: list[Demand], swap_times: int, moves: bool) -> None:  # noqa: FBT001
+    check(plan(wanted, swap_times=swap_times, moves=moves), wanted)
 
 
 @given(demands, st.integers(1, 1 << 26))
@@ -74,3 +74,18 @@ def test_segments_of_a_large_model_waste_little_where_host_memory_comes_in_power
     assert taken <= 1.02 * layout.nbytes
     assert max(s.nbytes for s in layout.segments) <= LARGEST
     assert layout.nbytes <= 1.001 * sum(d.numel for d in wanted) * 10.125
+
+
+def test_where_nothing_moves_segments_are_as_long_as_a_step_likes_them() -> None:
+    """No number of buckets cuts them, and a parameter that fits is not cut at all."""
+    wanted = [
+        Demand(0, 1 << 20, KINDS[0]),
+        Demand(1, 10_000, KINDS[0]),
+        Demand(2, 5 << 20, KINDS[0]),
+        Demand(3, 12_000, KINDS[0]),
+    ]
+    layout = plan(wanted, swap_times=1000, moves=False)
+    check(layout, wanted)
+    assert all(segment.nbytes <= STEPPED for segment in layout.segments)
+    own = [[piece.parameter for piece in segment.pieces] for segment in layout.segments]
+    assert own == [[0], [2], [2], [2], [1, 3]]

@@ -22,6 +22,9 @@ __all__ = ["Array", "Demand", "Entry", "Layout", "Piece", "Segment", "plan"]
 ALIGNMENT = 64
 # The largest copy: long enough to fill a link, short enough that four fit into two buckets.
 LARGEST = 64 << 20
+# What is stepped at once where nothing moves: long enough that the calls do not count, short enough that the scratch,
+# two float32 values an element, does not either.
+STEPPED = 16 << 20
 # A segment shorter than this costs more in launches than in copies.
 SMALLEST = 64 << 10
 # Elements after which an array of any type, or of bits, ends aligned.
@@ -129,8 +132,14 @@ class Layout:
         return max(1, -(-self.nbytes // self.bucket_bytes))
 
 
-def plan(demands: Sequence[Demand], *, swap_times: int | None = None, bucket_bytes: int | None = None) -> Layout:
-    """Lay out what ``demands`` ask for, in their order.
+def plan(
+    demands: Sequence[Demand],
+    *,
+    swap_times: int | None = None,
+    bucket_bytes: int | None = None,
+    moves: bool = True,
+) -> Layout:
+    """Lay out what ``demands`` ask for, in their order. Where nothing ``moves`` a segment is what is stepped together.
 
     >>> adam = (Array("exp_avg", torch.float32), Array("exp_avg_sq", torch.float32))
     >>> layout = plan([Demand(0, 1 << 20, adam), Demand(1, 64, adam)], swap_times=4)
@@ -140,8 +149,8 @@ def plan(demands: Sequence[Demand], *, swap_times: int | None = None, bucket_byt
     total = sum(demand.nbytes(demand.numel) for demand in demands)
     if bucket_bytes is None:
         bucket_bytes = max(1, -(-total // (swap_times or 1)))
-    largest = min(LARGEST, max(SMALLEST, _power_below(bucket_bytes // 4)))
-    segments = list(_pack(demands, largest))
+    largest = min(LARGEST, max(SMALLEST, _power_below(bucket_bytes // 4))) if moves else STEPPED
+    segments = list(_pack(demands, largest, moves=moves))
     return Layout(tuple(segments), max(bucket_bytes, 1))
 
 
@@ -150,12 +159,12 @@ def _power_below(nbytes: int) -> int:
     return 1 << max(0, nbytes.bit_length() - 1)
 
 
-def _pack(demands: Sequence[Demand], largest: int) -> Iterator[Segment]:
+def _pack(demands: Sequence[Demand], largest: int, *, moves: bool) -> Iterator[Segment]:
     shared: list[tuple[Demand, int, int]] = []
     used = 0
     for demand in demands:
         start = 0
-        for stop in _ends_of_own_segments(demand, largest):
+        for stop in _ends_of_own_segments(demand, largest, moves=moves):
             yield _segment([(demand, start, stop)])
             start = stop
         rest = demand.nbytes(demand.numel - start)
@@ -170,8 +179,11 @@ def _pack(demands: Sequence[Demand], largest: int) -> Iterator[Segment]:
         yield _segment(shared)
 
 
-def _ends_of_own_segments(demand: Demand, largest: int) -> Iterator[int]:
-    """Where the segments end that hold nothing but this parameter: whole ones, then halves, quarters and so on."""
+def _ends_of_own_segments(demand: Demand, largest: int, *, moves: bool) -> Iterator[int]:
+    """Where the segments end that hold nothing but this parameter: whole ones, then halves, quarters and so on.
+
+    Those are for host memory, which is pinned in powers of two: where nothing moves, a rest is one segment.
+    """
     if not demand.cut:
         if demand.nbytes(demand.numel) > largest // REST:
             yield demand.numel
@@ -183,8 +195,10 @@ def _ends_of_own_segments(demand: Demand, largest: int) -> Iterator[int]:
         fits = 8 * (size - demand.bytes_once) // demand.bits_each // _STEP * _STEP
         rest = demand.nbytes(demand.numel - start)
         whole = rest <= size
-        if whole and rest > size - size // REST:
+        if whole and rest > (size - size // REST if moves else size // REST):
             yield demand.numel
+            return
+        if whole and not moves:
             return
         if whole or fits <= 0:
             size //= 2

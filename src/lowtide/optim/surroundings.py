@@ -22,8 +22,9 @@ __all__ = ["Arrivals", "Surroundings"]
 
 Tensor = torch.Tensor
 
-# Loads begin when this share of a backward's gradients is still to come: most activations are gone by then.
-_LAST_SHARE = 4
+# Loads begin when half of a backward's gradients are still to come: half of what forward kept is gone by then, and a
+# quarter of it would hide half as much.
+_LAST_SHARE = 2
 
 
 class Arrivals:

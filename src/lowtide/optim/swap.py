@@ -185,7 +185,12 @@ class SwapOptimizer(WrappedOptimizer):
         found: list[tuple[torch.device, list[SteppedParameter], Layout]] = []
         for where, here in by_device.items():
             demands = [p.demand(i) for i, p in enumerate(here)]
-            layout = plan(demands, swap_times=self._settings.swap_times, bucket_bytes=self._settings.bucket_bytes)
+            layout = plan(
+                demands,
+                swap_times=self._settings.swap_times,
+                bucket_bytes=self._settings.bucket_bytes,
+                moves=self._settings.tier != "device",
+            )
             self._demand_room(where, layout)
             found.append((where, here, layout))
         for where, here, layout in found:
@@ -450,8 +455,8 @@ def swap_optimizer(
             ``"host"`` insists on host memory; ``"device"``: nothing moves, for a residual alone. None: the tier below
             the parameters' device.
         elementwise: whether the class treats each element by itself; needed for classes that torch does not bring.
-        overlap: whether the first loads begin near the end of backward and the last stores end in the next forward.
-            Costs up to two buckets there beside what else is on the device.
+        overlap: whether the first loads begin in the second half of backward, and the last stores end in the next
+            forward. Costs up to two buckets there beside what else is on the device.
 
     Raises:
         ConfigError: an argument has a wrong value, or nothing would move.
