@@ -1,4 +1,4 @@
-"""Where an optimizer is stepped follows from counted bytes and measured rates, and is said."""
+"""Where an optimizer is stepped follows from counted bytes and measured rates, and is said (O4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gradient that has left the device is what it was to everyone who looks at ``parameter.grad``, or raises."""
+"""A gradient that has left the device is what it was to everyone who looks at ``parameter.grad``, or raises (O4)."""
 
 from __future__ import annotations
 
