@@ -1,4 +1,4 @@
-"""Stepping on the host gives the bits of a loop with separate masters, in every way in which an optimizer is used (O4)."""
+"""Stepping on the host gives the bits of a loop with separate masters, however an optimizer is used (O4)."""
 
 from __future__ import annotations
 
