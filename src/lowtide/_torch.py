@@ -104,9 +104,12 @@ no_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
-def data_less(cls: type[torch.Tensor], like: torch.Tensor, strides: tuple[int, ...]) -> Any:
-    """A tensor of the subclass ``cls`` with the shape, type and device of ``like``, and no memory (1.11-2.14)."""
-    return torch.Tensor._make_wrapper_subclass(cls, like.size(), strides=strides, dtype=like.dtype, device=like.device)
+def data_less(
+    cls: type[torch.Tensor], like: torch.Tensor, strides: tuple[int, ...], where: torch.device | None = None
+) -> Any:
+    """A tensor of ``cls`` with the shape and type of ``like``, on its device or ``where``, no memory (1.11-2.14)."""
+    where = where or like.device
+    return torch.Tensor._make_wrapper_subclass(cls, like.size(), strides=strides, dtype=like.dtype, device=where)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

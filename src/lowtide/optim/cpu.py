@@ -20,7 +20,7 @@ from lowtide.optim.host_gradient import Beside
 from lowtide.optim.host_row import HostRow, Offload, batches_of, demand_host_room, offload, refresh
 from lowtide.optim.kinds import Kind, StateSpec, kind_of, spec_from_state, spec_of
 from lowtide.optim.masters import MASTER, choose
-from lowtide.optim.stand_in import left
+from lowtide.optim.stand_in import left, used_elsewhere
 from lowtide.optim.tensors import is_sharded, local_part
 from lowtide.optim.worker import Worker
 from lowtide.optim.wrapper import WrappedOptimizer, counts_on_device
@@ -154,7 +154,7 @@ class CpuOptimizer(WrappedOptimizer):
         super().zero_grad(set_to_none=set_to_none)
         for row in self._rows:
             if row.has_gradient and row.parameter.grad is None:
-                row.gradient.zero(set_to_none=True)
+                row.forget_gradient()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; for ``grad_offload=True``.
@@ -232,7 +232,9 @@ class CpuOptimizer(WrappedOptimizer):
             self._hook(row)
         if parameter.grad is None:
             if row.has_gradient:
-                row.gradient.zero(set_to_none=True)
+                row.forget_gradient()
+        elif used_elsewhere(parameter.grad) and not left(parameter.grad, row):
+            raise _used_by_another(row.name)
         else:
             offload(row, parameter)
 
@@ -408,5 +410,17 @@ def _no_norm(name: str) -> UnsupportedError:
             got="a DTensor",
             where=name,
             remedy="Call torch.nn.utils.clip_grad_norm_ with the parameters: it reduces the norm.",
+        )
+    )
+
+
+def _used_by_another(name: str) -> StateError:
+    return StateError(
+        explain(
+            "another optimizer has used this gradient up",
+            expected="one optimizer that gradients leave for",
+            got="two over the same parameter",
+            where=name,
+            remedy="Use cpu_optimizer(..., grad_offload=False) for both, or a backward of its own for each step.",
         )
     )

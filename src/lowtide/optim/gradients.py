@@ -5,8 +5,10 @@ Law: a gradient has left the device when the stream that computed it has waited 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,9 +75,9 @@ class Lane:
     """
 
     def __init__(self, where: torch.device) -> None:
+        self._leaving: deque[tuple[Tensor, device.Event, Any]] = deque()
         self._stream: Any = device.new_stream(where) if device.is_accelerator(where) else None
         self._where = where
-        self._leaving: deque[tuple[Tensor, device.Event, Any]] = deque()
         self._leaving_bytes = 0
         self._backward = NO_BACKWARD
         self._sent = False
@@ -101,6 +103,11 @@ class Lane:
             self._backward = current_backward()
             queue_after_backward(self.release)
         return event
+
+    def __del__(self, _exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        # After a backward that raised there is nobody else to do it.
+        if not _exiting():
+            self.release()
 
     def _release_oldest(self) -> None:
         source, event, stream = self._leaving.popleft()

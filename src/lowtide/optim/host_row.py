@@ -19,7 +19,7 @@ from lowtide.optim.gradients import Lanes, Slabs, host_memory
 from lowtide.optim.host_gradient import Beside, HostGradient
 from lowtide.optim.kinds import StateSpec
 from lowtide.optim.masters import MASTER, FullMaster
-from lowtide.optim.stand_in import left, stand_in, used_elsewhere
+from lowtide.optim.stand_in import LeftView, demand_current, left, stand_in, used_elsewhere
 from lowtide.optim.tensors import Scratch, dense_strides, flat_view, in_order_of, is_sharded, local_part, sum_of_bits
 from lowtide.optim.worker import Share
 from lowtide.residency.manager import SwapManager
@@ -66,6 +66,7 @@ class HostRow:
         self.stepped = stepped
         self.state: dict[str, Any] = {}
         self.hooked = False
+        self.generation = 0  # of the gradient: what stands in for an earlier one is not this one
         self._lanes = lanes
         self._beside = beside
         self._dense = dense_strides(local)
@@ -144,6 +145,15 @@ class HostRow:
     def pending(self) -> bool:
         """Whether there is a gradient for the next step."""
         return self._gradient is not None and self._gradient.pending
+
+    def replace_gradient(self) -> None:
+        """What has stood in for a gradient so far does so no more."""
+        self.generation += 1
+
+    def forget_gradient(self) -> None:
+        """As ``zero_grad`` does."""
+        self.replace_gradient()
+        self.gradient.zero(set_to_none=True)
 
     def receive(self, grad: Tensor) -> None:
         """Launch the copy of a gradient to host memory, where it adds to what is there."""
@@ -291,8 +301,13 @@ class Offload:
 
 def offload(row: HostRow, parameter: Tensor) -> None:
     """Let a gradient leave. One that autograd has added to what had left is there already."""
-    if parameter.grad is None or left(parameter.grad, row):
+    if parameter.grad is None:
         return
+    if left(parameter.grad, row):
+        demand_current(parameter.grad)
+        return
+    if isinstance(local_part(parameter.grad), LeftView):
+        parameter.grad = parameter.grad.clone()  # before what it is a view of is forgotten
     if row.has_gradient:
         row.gradient.used()  # what it stood for was taken from the parameter
     if used_elsewhere(parameter.grad):

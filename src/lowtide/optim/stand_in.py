@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lowtide.optim.host_gradient import HostGradient
     from lowtide.optim.host_row import HostRow
 
-__all__ = ["LeftGradient", "left", "stand_in", "used_elsewhere"]
+__all__ = ["LeftGradient", "LeftView", "demand_current", "left", "stand_in", "used_elsewhere"]
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -30,18 +30,79 @@ aten = torch.ops.aten
 _REMEDY = "Use cpu_optimizer(..., grad_offload=False) for a loop that computes with parameter.grad in this way."
 
 
-class LeftGradient(torch.Tensor):
+class _Left(torch.Tensor):
+    """What has no memory on the device and is read from, and written to, the elements in host memory."""
+
+    __torch_function__ = no_torch_function
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A plain tensor: the copy belongs to nobody's step."""
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As :meth:`__deepcopy__`."""
+        return self.clone().__reduce_ex__(protocol)
+
+    def tolist(self) -> Any:
+        """See ``torch.Tensor.tolist``."""
+        return self.clone().tolist()
+
+    @property
+    def data(self) -> Tensor:
+        """The same elements; setting it writes them."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if isinstance(value, _Left) and _row_of(value) is _row_of(self) and type(value) is type(self) is LeftGradient:
+            return
+        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
+            raise UnsupportedError(
+                explain(
+                    "a gradient that has left the device cannot become one of another kind",
+                    expected=f"{tuple(self.shape)} of {self.dtype} on {self.device}",
+                    got=f"{tuple(value.shape)} of {value.dtype} on {value.device}",
+                    where="parameter.grad.data",
+                    remedy="Call zero_grad() before the model is converted or moved.",
+                )
+            )
+        self.copy_(value)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """See :class:`LeftGradient`."""
+        options = dict(kwargs or {})
+        handler = _HANDLERS.get(func)
+        if handler is not None and not any(issubclass(one, LeftView) for one in types):
+            found = handler(func, args, options)
+            if found is not NotImplemented:
+                return found
+        declared = list(enumerate(func._schema.arguments))
+        written = [(i, a.name) for i, a in declared if a.alias_info is not None and a.alias_info.is_write]
+        if [i for i, _ in written] == [0] and args:
+            return _in_place(func, args, options)
+        if any(_holds_one(args[i] if i < len(args) else options.get(name)) for i, name in written):
+            _refuse(func)
+        if func.is_view and isinstance(args[0], _Left):
+            return _view(func, args, options)
+        return func(*tree_map(_on_device, args), **tree_map(_on_device, options))
+
+
+class LeftGradient(_Left):
     """A gradient that has left the device: shape, type and device of the parameter, no memory there.
 
-    Norms, ``mul_`` and the like are computed in host memory, in float32; the host waits for the gradient. Any other
-    function gets a copy on the device, in the parameter's type, for the time of the call.
+    Norms, ``mul_`` and the like are computed in host memory, in float32; the host waits for the gradient. A view writes
+    there, too. Any other function gets a copy on the device, in the parameter's type, for the time of the call.
     """
 
     _row: weakref.ref[HostRow]
+    _generation: int
 
     @staticmethod
-    def __new__(cls: type[LeftGradient], row: HostRow) -> LeftGradient:  # noqa: PYI034 - a wrapper tensor is made, not constructed
-        """Stand in for the gradient of a row."""
+    def __new__(cls: type[LeftGradient], row: HostRow, generation: int) -> LeftGradient:  # noqa: PYI034 - a wrapper tensor is made, not constructed
+        """Stand in for the gradient of a row; ``generation`` says which of its gradients."""
         local = local_part(row.parameter)
         # As autograd makes gradients: like the parameter where that has no gaps in its memory.
         like = torch.empty_strided(local.size(), local.stride(), dtype=local.dtype, device="meta")
@@ -49,44 +110,44 @@ class LeftGradient(torch.Tensor):
         made: LeftGradient = data_less(cls, local, strides)
         # Weakly: a parameter may outlive its optimizer, and its gradient must not keep the memory of one.
         made._row = weakref.ref(row)
+        made._generation = generation
         return made
 
-    def __init__(self, row: HostRow) -> None:
+    def __init__(self, row: HostRow, generation: int) -> None:
         """All is done in ``__new__``."""
 
     def __repr__(self) -> str:  # type: ignore[override]
         row = self._row()
         return f"LeftGradient({'gone' if row is None else row.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A plain tensor: the copy belongs to nobody's step."""
-        return self.clone()
 
-    __torch_function__ = no_torch_function
+class LeftView(_Left):
+    """A view of a gradient that has left: what is written to it is written to the gradient's elements."""
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """See the class."""
-        options = dict(kwargs or {})
-        handler = _HANDLERS.get(func)
-        if handler is not None:
-            found = handler(func, args, options)
-            if found is not NotImplemented:
-                return found
-        declared = list(enumerate(func._schema.arguments))
-        written = [(i, a.name) for i, a in declared if a.alias_info is not None and a.alias_info.is_write]
-        if [i for i, _ in written] == [0] and args and not options:
-            return _in_place(func, args)
-        if any(_holds_one(args[i] if i < len(args) else options.get(name)) for i, name in written):
-            _refuse(func)
-        return func(*tree_map(_on_device, args), **tree_map(_on_device, options))
+    _of: _Left
+    _made_by: Callable[[Tensor], Any]
+    _keeps_type: bool
+
+    @staticmethod
+    def __new__(  # noqa: PYI034 - as above
+        cls: type[LeftView], of: _Left, made_by: Callable[[Tensor], Tensor], like: Tensor, *, keeps_type: bool
+    ) -> LeftView:
+        """What ``made_by`` makes of ``of``, and is ``like`` this."""
+        made: LeftView = data_less(cls, like, like.stride(), of.device)
+        made._of, made._made_by, made._keeps_type = of, made_by, keeps_type
+        return made
+
+    def __init__(self, of: _Left, made_by: Callable[[Tensor], Tensor], like: Tensor, *, keeps_type: bool) -> None:
+        """All is done in ``__new__``."""
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"LeftView(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def stand_in(row: HostRow) -> Tensor:
     """What to set as the ``grad`` of a row's parameter while its elements lie in host memory."""
-    made = LeftGradient(row)
+    row.replace_gradient()
+    made = LeftGradient(row, row.generation)
     return like_sharded(made, row.parameter) if is_sharded(row.parameter) else made
 
 
@@ -105,10 +166,20 @@ def used_elsewhere(grad: Tensor | None) -> bool:
     return row is None or not row.gradient.pending
 
 
+def demand_current(grad: Tensor | None) -> None:
+    """Raise StateError if ``grad`` stands in for a gradient that another one has replaced."""
+    local = local_of(grad)
+    if isinstance(local, LeftGradient):
+        _row_of(local)
+
+
 # ---- one gradient ----------------------------------------------------------------------------------
 
 
-def _row_of(gradient: LeftGradient) -> HostRow:
+def _row_of(gradient: _Left) -> HostRow:
+    while isinstance(gradient, LeftView):
+        gradient = gradient._of
+    assert isinstance(gradient, LeftGradient)
     row = gradient._row()
     if row is None:
         raise StateError(
@@ -120,10 +191,20 @@ def _row_of(gradient: LeftGradient) -> HostRow:
                 remedy="Set parameter.grad to None; call unwrap() first to keep gradients.",
             )
         )
+    if gradient._generation != row.generation:
+        raise StateError(
+            explain(
+                "this gradient was forgotten or replaced",
+                expected="what parameter.grad is now",
+                got="what it was before it was set, or zero_grad() was called",
+                where=row.name,
+                remedy="Keep a copy (parameter.grad.clone()), or use cpu_optimizer(..., grad_offload=False).",
+            )
+        )
     return row
 
 
-def _host(gradient: LeftGradient) -> HostGradient:
+def _host(gradient: _Left) -> HostGradient:
     row = _row_of(gradient)
     if not row.gradient.pending:
         raise StateError(
@@ -132,37 +213,70 @@ def _host(gradient: LeftGradient) -> HostGradient:
                 expected="a gradient that waits for step()",
                 got="none in host memory",
                 where=row.name,
-                remedy="Read it before step(), or use cpu_optimizer(..., grad_offload=False).",
+                remedy="Read it before step(), call zero_grad() before the model is converted or moved, or use "
+                "cpu_optimizer(..., grad_offload=False).",
             )
         )
     return row.gradient
 
 
-def _value(gradient: LeftGradient) -> Tensor:
+def _value(gradient: _Left) -> Tensor:
     """Its elements in host memory, in the parameter's shape; not to be written to."""
+    if isinstance(gradient, LeftView):
+        if not gradient._keeps_type:
+            found: Tensor = _on_device(gradient).to("cpu")
+            return found
+        seen: Tensor = gradient._made_by(_value(gradient._of))
+        return seen
     row = _row_of(gradient)
     return row.shaped(_host(gradient).value())
 
 
-def _writable(gradient: LeftGradient) -> Tensor:
+def _writable(gradient: _Left, func: Any) -> Tensor:
+    if isinstance(gradient, LeftView):
+        if not gradient._keeps_type:
+            _refuse(func)
+        seen: Tensor = gradient._made_by(_writable(gradient._of, func))
+        return seen
     row = _row_of(gradient)
     return row.shaped(_host(gradient).whole())
 
 
 def _on_device(value: Any) -> Any:
-    if not isinstance(value, LeftGradient):
+    if not isinstance(value, _Left):
         return value
+    if isinstance(value, LeftView):
+        return value._made_by(_on_device(value._of))
     return _value(value).to(value.device, value.dtype, copy=True)
 
 
 def _on_host(value: Any) -> Any:
-    if isinstance(value, LeftGradient):
+    if isinstance(value, _Left):
         return _value(value)
     return value.to("cpu") if isinstance(value, Tensor) else value
 
 
 def _holds_one(value: Any) -> bool:
-    return isinstance(value, LeftGradient) or (isinstance(value, (list, tuple)) and any(map(_holds_one, value)))
+    return isinstance(value, _Left) or (isinstance(value, (list, tuple)) and any(map(_holds_one, value)))
+
+
+def _view(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Views of what has left, one or several."""
+    of, rest = args[0], tuple(args[1:])
+    meta = torch.empty_strided(of.size(), of.stride(), dtype=of.dtype, device="meta")
+    found = func(meta, *rest, **options)
+    # An element's bits are not in host memory as they were on the device, where it has more of them.
+    narrow = of.dtype != torch.promote_types(of.dtype, torch.float32)
+    keeps = not narrow or func is not aten.view.dtype
+
+    def one(like: Tensor, number: int | None) -> LeftView:
+        def made_by(base: Tensor) -> Any:
+            made = func(base, *rest, **options)
+            return made if number is None else made[number]
+
+        return LeftView(of, made_by, like, keeps_type=keeps)
+
+    return one(found, None) if isinstance(found, Tensor) else [one(like, i) for i, like in enumerate(found)]
 
 
 def _refuse(func: Any) -> NoReturn:
@@ -177,18 +291,21 @@ def _refuse(func: Any) -> NoReturn:
     )
 
 
-def _in_place(func: Any, args: Sequence[Any]) -> Any:
+def _in_place(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """A function that changes its first argument, a gradient or a list of them: it changes the elements on the host."""
-    first, rest = args[0], [tree_map(_on_host, value) for value in args[1:]]
-    if isinstance(first, LeftGradient):
-        func(_writable(first), *rest)
+    first, others = args[0], (tuple(args[1:]), dict(options))
+    if isinstance(first, _Left):
+        rest, named = tree_map(_on_host, others)
+        func(_writable(first, func), *rest, **named)
         return first
     if not isinstance(first, (list, tuple)):
         # A plain tensor is written: what is read from us is read where it lies.
-        return func(first, *tree_map(_on_device, args[1:]))
-    if not all(isinstance(one, LeftGradient) for one in first):
+        rest, named = tree_map(_on_device, others)
+        return func(first, *rest, **named)
+    if not all(isinstance(one, _Left) for one in first):
         _refuse(func)
-    func([_writable(one) for one in first], *rest)
+    rest, named = tree_map(_on_host, others)
+    func([_writable(one, func) for one in first], *rest, **named)
     return None
 
 
@@ -196,7 +313,7 @@ def _in_place(func: Any, args: Sequence[Any]) -> Any:
 
 
 def _detach(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    return LeftGradient(_row_of(args[0]))
+    return LeftGradient(_row_of(args[0]), args[0]._generation)
 
 
 def _add(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
@@ -235,7 +352,7 @@ def _norm(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
     gradient, *rest = args
     kind = rest[0] if rest else options.get("ord", 2)
     if not rest[1:] and not options.keys() - {"ord"} and isinstance(kind, (int, float)):
-        return _host(gradient).norm(float(kind)).to(gradient.device)
+        return _host(gradient).norm(float(kind)).to(gradient.device, copy=True)  # who asked may write to it
     return func(_value(gradient), *rest, **options).to(gradient.device)
 
 
@@ -251,7 +368,8 @@ def _scale(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         return NotImplemented
     host = _host(gradient)
     wide = torch.promote_types(gradient.dtype, torch.float32)
-    host.scale(torch.as_tensor(factor, device="cpu").to(wide).reshape(()))
+    one = factor.to("cpu", wide) if isinstance(factor, Tensor) else torch.tensor(factor, dtype=wide, device="cpu")
+    host.scale(one.reshape(()))
     return gradient
 
 
@@ -261,7 +379,7 @@ def _unscale(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
     plain = [one for one in gradients if not isinstance(one, LeftGradient)]
     if plain:
         func(plain, found_inf, inverse)
-    values = [_writable(one) for one in gradients if isinstance(one, LeftGradient)]
+    values = [_writable(one, func) for one in gradients if isinstance(one, LeftGradient)]
     found = torch.zeros((), dtype=torch.float32, device="cpu")
     func(values, found, inverse.to("cpu"))
     if found.item():

@@ -357,7 +357,7 @@ def measure_bandwidth(
     """
     piece = max(1, min(nbytes, 16 << 20))
     count = max(1, nbytes // piece)
-    source = torch.arange(piece, dtype=torch.int64).to(torch.uint8)
+    source = torch.arange(piece, dtype=torch.int64, device="cpu").to(torch.uint8)
     targets = [torch.empty_like(source) for _ in range(min(4, count))]
     tier = FileTier(directory, threads=threads, direct=direct)
     try:
