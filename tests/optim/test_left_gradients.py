@@ -89,7 +89,6 @@ def test_what_is_written_to_a_gradient_or_a_view_of_it_is_stepped(edit: Edit, dt
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("edit", FACTORS.values(), ids=FACTORS)
 def test_a_factor_has_all_its_bits(edit: Edit, dtype: torch.dtype) -> None:
-    """Before: a Python float was rounded to float32 for float64 gradients."""
     assert_same_bits(weights(trained(edit, dtype, wraps=False)[0]), weights(trained(edit, dtype, wraps=True)[0]), "")
 
 
@@ -141,7 +140,7 @@ USES: dict[str, Callable[[nn.Parameter, Any, Tensor], Any]] = {
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 @pytest.mark.parametrize("forget", FORGOTTEN.values(), ids=FORGOTTEN)
 def test_an_old_gradient_is_never_taken_for_a_new_one(forget: Any, use: Any) -> None:
-    """Before: it read as the gradient that came later, and put back it stepped with that or with none."""
+    """Read, or put back and stepped."""
     parameter, optimizer = one()
     old = parameter.grad
     forget(parameter, optimizer)
@@ -186,7 +185,6 @@ def test_copies_and_files_have_the_elements(made: Callable[[Tensor], Tensor]) ->
 
 @pytest.mark.values
 def test_data_that_is_set_is_stepped() -> None:
-    """Before: on the CPU it was forgotten without a word."""
     parameter, optimizer = one()
     parameter.grad.data = torch.full_like(parameter, 0.5)
     optimizer.step()
@@ -216,7 +214,7 @@ def test_a_backward_that_raised_leaves_no_copy_in_flight_behind_its_optimizer() 
 
 
 def test_a_step_through_a_file_can_be_timed_wherever_tensors_are_made(tmp_path: Any) -> None:
-    """Before: under ``torch.set_default_device`` of an accelerator the probe of the disk raised StateError."""
+    """The disk is probed with bytes of the host."""
     SwapManager().configure(file_dir=str(tmp_path))
     model = net()
     optimizer = swap_optimizer(OPTIMIZERS["adamw"](list(model.parameters())), tier="file")
