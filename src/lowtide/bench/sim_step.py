@@ -241,7 +241,7 @@ def _with_exposed(seen: Seen, work: Work, sim: Simulator) -> Seen:
 def measure(
     policy: Policy, work: Work, sim: Simulator, *, in_flight: int | None = None, trace: Path | None = None
 ) -> Seen:
-    """Run a policy on the simulated device: a step to warm up, one to measure, and three with a faster link.
+    """Run a policy on the simulated device: two steps to warm up, one to measure, and three with a faster link.
 
     ``in_flight`` is the bound on bytes that are leaving or coming at once; None for lowtide's own.
 
@@ -252,7 +252,8 @@ def measure(
         with worn(policy, work.model):
             if in_flight is not None:
                 lowtide.SwapManager().configure(in_flight_bytes=in_flight)
-            _timed(work, sim)
+            for _ in range(2):  # in which layers of a chunk also compare what stands between them
+                _timed(work, sim)
             if trace is not None:
                 sim.set(trace=True)
             seen = _seen(work, sim)
