@@ -71,11 +71,14 @@ class Chunk:
 
     def __init__(self) -> None:
         self._passes = 0
+        self._latest = -1
         self._suspect = False
 
-    def begin_pass(self) -> None:
-        """The first layer runs."""
-        self._passes += 1
+    def begin_pass(self, index: int) -> None:
+        """A layer offers something: it begins a pass unless it is behind the latest. The first may offer nothing."""
+        if index <= self._latest or self._latest < 0:
+            self._passes += 1
+        self._latest = index
 
     def suspect(self) -> None:
         """A write was found that no version tells of."""

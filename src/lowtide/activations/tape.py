@@ -311,8 +311,7 @@ class Tape:
     def offer(self, tensors: Iterable[tuple[Tensor, tuple[Tensor, ...]]]) -> None:
         """The region is about to end with these outputs: let later layers of its chunk stand on them."""
         assert self.place is not None
-        if self.place.index == 0:
-            self.place.chunk.begin_pass()
+        self.place.chunk.begin_pass(self.place.index)
         for tensor, subclasses in tensors:
             record = self.storages.get(tensor.untyped_storage()._cdata)
             if record is None or record.value.foreign:
