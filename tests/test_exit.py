@@ -27,6 +27,12 @@ optimizer = lowtide.cpu_optimizer(torch.optim.AdamW(model.parameters()), grad_of
 for _ in range(5):
     model(x).sum().backward()
 """,
+    "a step on the host that goes on": """
+optimizer = lowtide.cpu_optimizer(torch.optim.AdamW(model.parameters()), grad_offload=True, overlap=True)
+for _ in range(3):
+    model(x).sum().backward()
+    optimizer.step()
+""",
     "graphs of wrapped layers": """
 for layer in model:
     lowtide.swap_wrapper(layer)

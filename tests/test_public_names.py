@@ -86,8 +86,8 @@ SIGNATURES = {
     "swap_wrapper": "(module_or_fn, policy_fn=None, *, certify=0, name=None)",
     "unwrap": "(module_or_fn)",
     "apply": "(model, config, optimizer=None)",
-    "cpu_optimizer": "(optimizer, *, master='fp32', grad_offload=False)",
-    "offload_optimizer": "(optimizer, *, step='auto', master='fp32', grad_offload=False)",
+    "cpu_optimizer": "(optimizer, *, master='fp32', grad_offload=False, overlap=False)",
+    "offload_optimizer": "(optimizer, *, step='auto', master='fp32', grad_offload=False, overlap=False)",
     "reuse_fp32_param": "(model, optimizer, *, mode='exact', swap_times=16)",
     "swap_optimizer": "(optimizer, *, swap_times=16, bucket_bytes=None, state=None, master=None, "
     "residual_mode='exact', tier=None, elementwise=None, overlap=False)",

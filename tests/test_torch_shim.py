@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowtide
@@ -343,3 +343,45 @@ def test_what_a_sharded_tensor_holds_is_the_object_itself() -> None:
     plain = torch.ones(2)
     assert _torch.local_of(plain) is plain
     assert _torch.local_of(None) is None
+
+
+@pytest.mark.parametrize("where", ["tensor", "view", "detached", "numpy", "storage", "graph"])
+def test_whoever_has_the_memory_of_a_tensor_is_counted(where: str) -> None:
+    tensor = nn.Parameter(torch.ones(3, 3))
+    assert _torch.storage_readers(tensor) == 1
+    other: Any = {
+        "tensor": lambda: torch.empty(0).set_(tensor.detach()),
+        "view": lambda: tensor.view(-1),
+        "detached": tensor.detach,
+        "numpy": lambda: tensor.detach().numpy(),
+        "storage": tensor.untyped_storage,
+        "graph": lambda: nn.functional.linear(torch.ones(2, 3, requires_grad=True), tensor),
+    }[where]()
+    assert _torch.storage_readers(tensor) == 2
+    del other
+    assert _torch.storage_readers(tensor) == 1
+
+
+def test_a_tensor_whose_class_has_functions_of_its_own_is_a_plain_one_without_them() -> None:
+    class Own(nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError
+
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.__class__ = Own
+    with pytest.raises(AssertionError):
+        parameter.sum()
+    with _torch.without_torch_function():
+        assert parameter.detach().sum() == 2
+
+
+def test_code_that_dynamo_has_compiled_is_known() -> None:
+    torch._dynamo.reset()
+    assert not _torch.holds_compiled_code()
+    made = torch.compile(nn.Linear(2, 2), backend="eager")
+    assert isinstance(made, _torch.CompiledModule)
+    made(torch.ones(1, 2))
+    assert _torch.holds_compiled_code()
+    torch._dynamo.reset()
+    assert not _torch.holds_compiled_code()

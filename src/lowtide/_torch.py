@@ -11,6 +11,7 @@ Imports no other module of the package.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -29,6 +30,7 @@ __all__ = [
     "NO_BACKWARD",
     "OPTIMIZER_HOOKS",
     "TRACING_TYPES",
+    "CompiledModule",
     "DispatchMode",
     "SingleLevelFunction",
     "any_functorch_transform",
@@ -41,6 +43,7 @@ __all__ = [
     "data_less",
     "direct_call",
     "free_weak_storage",
+    "holds_compiled_code",
     "is_traceable_subclass",
     "like_sharded",
     "local_of",
@@ -51,11 +54,13 @@ __all__ = [
     "queue_after_backward",
     "register_device_module",
     "storage_key",
+    "storage_readers",
     "swap_bytes",
     "take_weak_storage",
     "unhooked_step",
     "weak_storage_is_dead",
     "without_modes",
+    "without_torch_function",
 ]
 
 # `Function.apply` calls `super().apply`; the class below is where `f = Fn.apply`,
@@ -104,6 +109,19 @@ no_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
+# Runs the body as if no tensor's class had a `__torch_function__` (2.0-2.14).
+without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
+
+
+# What `torch.compile` makes of a module (2.0-2.14).
+CompiledModule: type = torch._dynamo.eval_frame.OptimizedModule
+
+
+def holds_compiled_code() -> bool:
+    """Whether this process holds code that dynamo has compiled (2.1-2.14)."""
+    return bool(torch._dynamo.convert_frame.output_codes.seen)
+
+
 def data_less(
     cls: type[torch.Tensor], like: torch.Tensor, strides: tuple[int, ...], where: torch.device | None = None
 ) -> Any:
@@ -115,6 +133,17 @@ def data_less(
 def storage_key(tensor: torch.Tensor) -> int:
     """Address of the C++ storage of ``tensor``: its identity while something (weakly) pins it (2.0-2.14)."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def storage_readers(tensor: torch.Tensor) -> int:
+    """How many tensors, and storages in somebody's hands, have the memory of ``tensor``, itself included (2.2-2.14)."""
+
+    def counted(one: torch.Tensor) -> int:
+        storage = one.untyped_storage()
+        return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
+
+    # What the counting itself adds is up to Python's version.
+    return 1 + counted(tensor) - counted(torch.empty(1, device="cpu"))
 
 
 # Pin the C++ struct of a storage, not its bytes, and give a pin back (1.x-2.14). Bound here without a wrapper of our

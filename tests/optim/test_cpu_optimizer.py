@@ -19,98 +19,27 @@ import lowtide.sim
 from lowtide import device
 from lowtide.errors import CapacityError, ConfigError, StateError, UnsupportedError
 from lowtide.optim import cpu, gradients, host_row
-from lowtide.optim.cpu import CpuOptimizer
 from lowtide.optim.stand_in import LeftGradient
 from lowtide.residency.room import assuming_host_bytes
 
+from .host_loop import NAMES, TYPES, HostSums, run_with_everything, same_state
 from .kit import OPTIMIZERS, SeparateMasters, assert_same_bits, backward, net, through_file, weights
 
 # Most laws are about gradients that leave; a test of those that stay says so.
 cpu_optimizer = functools.partial(cpu.cpu_optimizer, grad_offload=True)
 
-NAMES = ["adamw", "adamw-foreach", "adamw-fused", "sgd"]
-TYPES = [torch.float32, torch.bfloat16]
-
-
-class HostSums:
-    """The loop written out: gradients of a step are added up in float32 in host memory, and stepped there."""
-
-    def __init__(self, model: nn.Module, make: Any) -> None:
-        self.parameters = list(model.parameters())
-        dense = {"memory_format": torch.preserve_format}
-        self.masters = [p.detach().to("cpu", torch.float32).clone(**dense) for p in self.parameters]
-        with torch.device("cpu"):
-            self.optimizer = make(self.masters)
-        self.param_groups = self.optimizer.param_groups
-
-    def take(self) -> None:
-        """After each backward."""
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if parameter.grad is not None:
-                grad = parameter.grad.detach().to("cpu").to(torch.float32)
-                master.grad = grad if master.grad is None else master.grad + grad
-                parameter.grad = None
-
-    def clip(self, max_norm: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(self.masters, max_norm)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        with torch.device("cpu"):
-            self.optimizer.step()
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master.grad is not None:
-                parameter.copy_(master)
-            master.grad = None
-
-
-def same_state(reference: HostSums, model: nn.Module, optimizer: CpuOptimizer) -> None:
-    """Masters and state of the loop written out are those of ``optimizer``."""
-    found = optimizer.state
-    for parameter, master in zip(model.parameters(), reference.masters, strict=True):
-        expected = dict(reference.optimizer.state.get(master, {}))
-        got = found.get(parameter, {})
-        kept = got.pop("master_param", None)
-        assert_same_bits(expected, got, "state")
-        if kept is not None:
-            assert_same_bits(master, kept, "master")
-
-
-def run_with_everything(model: nn.Module, optimizer: Any, *, clips: bool) -> list[Tensor]:
-    """Three backwards a step, a scheduler, a step without one gradient, one without any, and sometimes clipping."""
-    scheduled = optimizer.optimizer if isinstance(optimizer, HostSums) else optimizer
-    schedule = torch.optim.lr_scheduler.SequentialLR(
-        scheduled,
-        [
-            torch.optim.lr_scheduler.LambdaLR(scheduled, lambda k: 0.1 * (k + 1)),
-            torch.optim.lr_scheduler.CosineAnnealingLR(scheduled, 5),
-        ],
-        milestones=[3],
-    )
-    norms = []
-    for step in range(7):
-        for micro in range(0 if step == 4 else 1 if step == 3 else 3):
-            model[2].weight.requires_grad_(step not in {2, 5})  # type: ignore[index]
-            backward(model, 10 * step + micro, 1 / 3)
-            if isinstance(optimizer, HostSums):
-                optimizer.take()
-        if clips and step != 4:
-            norms.append(optimizer.clip(0.05) if isinstance(optimizer, HostSums) else optimizer.clip_grad_norm_(0.05))
-        optimizer.step()
-        schedule.step()
-    return norms
-
 
 @pytest.mark.values
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", [*NAMES, "adafactor"])
 def test_accumulation_clipping_a_scheduler_and_missing_gradients_give_the_bits_of_the_loop_written_out(
-    name: str, dtype: torch.dtype, *, clips: bool
+    name: str, dtype: torch.dtype, *, clips: bool, overlap: bool
 ) -> None:
     reference_model, model = net(dtype), net(dtype)
     reference = HostSums(reference_model, OPTIMIZERS[name])
-    optimizer = cpu_optimizer(OPTIMIZERS[name](list(model.parameters())))
+    optimizer = cpu_optimizer(OPTIMIZERS[name](list(model.parameters())), overlap=overlap)
     expected = run_with_everything(reference_model, reference, clips=clips)
     norms = run_with_everything(model, optimizer, clips=clips)
     assert_same_bits(expected, norms, "norms")
@@ -119,12 +48,13 @@ def test_accumulation_clipping_a_scheduler_and_missing_gradients_give_the_bits_o
 
 
 @pytest.mark.values
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("offload", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_one_backward_a_step_gives_the_bits_of_the_plain_optimizer(name: str, *, offload: bool) -> None:
+def test_one_backward_a_step_gives_the_bits_of_the_plain_optimizer(name: str, *, offload: bool, overlap: bool) -> None:
     plain_model, model = net(), net()
     plain = OPTIMIZERS[name](list(plain_model.parameters()))
-    optimizer = cpu_optimizer(OPTIMIZERS[name](list(model.parameters())), grad_offload=offload)
+    optimizer = cpu_optimizer(OPTIMIZERS[name](list(model.parameters())), grad_offload=offload, overlap=overlap)
     for m, o in ((plain_model, plain), (model, optimizer)):
         for step in range(4):
             o.zero_grad()
@@ -136,15 +66,16 @@ def test_one_backward_a_step_gives_the_bits_of_the_plain_optimizer(name: str, *,
 
 
 @pytest.mark.values
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("offload", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_masters_behind_sixteen_bits_give_the_bits_of_separate_ones(
-    name: str, dtype: torch.dtype, *, offload: bool
+    name: str, dtype: torch.dtype, *, offload: bool, overlap: bool
 ) -> None:
     plain_model, model = net(dtype), net(dtype)
     plain = SeparateMasters(OPTIMIZERS[name](list(plain_model.parameters())))
-    optimizer = cpu_optimizer(OPTIMIZERS[name](list(model.parameters())), grad_offload=offload)
+    optimizer = cpu_optimizer(OPTIMIZERS[name](list(model.parameters())), grad_offload=offload, overlap=overlap)
     for m, o in ((plain_model, plain), (model, optimizer)):
         for step in range(4):
             o.zero_grad()
@@ -170,14 +101,17 @@ def test_without_masters_sixteen_bits_are_stepped_themselves() -> None:
 
 
 @pytest.mark.values
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("growth", [2.0, 3.0])
-def test_a_gradient_scaler_that_skips_steps_changes_nothing_without_grad_offload(name: str, growth: float) -> None:
+def test_a_gradient_scaler_that_skips_steps_changes_nothing_without_grad_offload(
+    name: str, growth: float, *, overlap: bool
+) -> None:
     runs = []
     for wraps in (False, True):
         model = net()
         optimizer = OPTIMIZERS[name](list(model.parameters()))
-        optimizer = cpu_optimizer(optimizer, grad_offload=False) if wraps else optimizer
+        optimizer = cpu_optimizer(optimizer, grad_offload=False, overlap=overlap) if wraps else optimizer
         where = next(model.parameters()).device.type
         scaler = torch.amp.GradScaler(where, init_scale=16.0, growth_factor=growth, growth_interval=2)
         scales = []

@@ -118,13 +118,18 @@ def test_a_trainers_callback_says_where_the_optimizer_goes() -> None:
         TrainingCallback(swap_optimizer=True)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("grad_offload", [False, True])
 @pytest.mark.parametrize("where", ["host", "auto"])
-def test_a_step_on_the_host_or_where_it_is_faster_is_part_of_a_configuration(where: str, *, grad_offload: bool) -> None:
+def test_a_step_on_the_host_or_where_it_is_faster_is_part_of_a_configuration(
+    where: str, *, grad_offload: bool, overlap: bool
+) -> None:
     plain, model = build(), build()
     expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    config = MemoryConfig(optimizer_offload=where, grad_offload=grad_offload, full_recompute_num_layers=1)
+    config = MemoryConfig(
+        optimizer_offload=where, grad_offload=grad_offload, optimizer_overlap=overlap, full_recompute_num_layers=1
+    )
     applied = lowtide.apply(model, config, inner)
     assert isinstance(applied.optimizer, (SwapOptimizer, CpuOptimizer))
     assert (" parameters in host memory" in str(applied)) is isinstance(applied.optimizer, CpuOptimizer)
@@ -138,6 +143,7 @@ def test_a_step_on_the_host_or_where_it_is_faster_is_part_of_a_configuration(whe
     ("fields", "message"),
     [
         ({"grad_offload": True, "recompute_norm": True}, "grad_offload would have no effect"),
+        ({"optimizer_overlap": True, "reuse_fp32_param": True}, "optimizer_overlap would have no effect"),
         ({"optimizer_offload": "host", "swap_optimizer": True}, "two answers"),
         ({"optimizer_offload": "auto", "reuse_fp32_param": True}, "two answers"),
         ({"optimizer_offload": "cpu"}, "'auto' or 'host'"),

@@ -15,10 +15,12 @@ import torch
 
 from lowtide import device
 from lowtide.errors import ConfigError, StateError, UnsupportedError, explain
+from lowtide.optim import host_row
 from lowtide.optim.gradients import Lanes, Slabs
 from lowtide.optim.host_gradient import Beside
-from lowtide.optim.host_row import HostRow, Offload, batches_of, demand_host_room, offload, refresh
+from lowtide.optim.host_row import HostRow, Offload, batches_of, demand_host_room, offload, refresh, step_rows
 from lowtide.optim.kinds import Kind, StateSpec, kind_of, spec_from_state, spec_of
+from lowtide.optim.late import LateSteps
 from lowtide.optim.masters import MASTER, choose
 from lowtide.optim.stand_in import left, used_elsewhere
 from lowtide.optim.tensors import is_sharded, local_part
@@ -37,7 +39,8 @@ class CpuOptimizerReport:
     """What a :class:`CpuOptimizer` holds in host memory and moves; bytes.
 
     ``host_bytes`` are in masters, state and gradients now, ``pinned_bytes`` the page-locked blocks that some of it is
-    in. ``down_bytes`` are gradients that left the device so far, ``up_bytes`` parameters that came back.
+    in. ``down_bytes`` are gradients that left the device so far, ``up_bytes`` parameters that came back. The last
+    ``step()`` returned before ``late_parameters`` of them were updated.
     """
 
     parameters: int
@@ -46,6 +49,7 @@ class CpuOptimizerReport:
     down_bytes: int
     up_bytes: int
     steps: int
+    late_parameters: int
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -59,9 +63,14 @@ class CpuOptimizer(WrappedOptimizer):
     """See :func:`cpu_optimizer`, which makes it."""
 
     def __init__(
-        self, inner: torch.optim.Optimizer, *, master: str | None = "fp32", grad_offload: bool = False
+        self,
+        inner: torch.optim.Optimizer,
+        *,
+        master: str | None = "fp32",
+        grad_offload: bool = False,
+        overlap: bool = False,
     ) -> None:
-        _check(master, grad_offload)
+        _check(master, grad_offload, overlap)
         super().__init__(inner)
         self._master = master
         self._grad_offload = grad_offload
@@ -77,6 +86,7 @@ class CpuOptimizer(WrappedOptimizer):
         self._watched: list[tuple[weakref.ref[Tensor], weakref.ref[HostRow]]] = []
         self._unhook = weakref.finalize(self, _remove, self._handles, self._watched)
         self._unhook.atexit = False
+        self._late = LateSteps() if overlap else None
         self._steps = 0
         states = dict(inner.state)
         self._add(self._plan(range(len(self.param_groups)), states))
@@ -201,24 +211,41 @@ class CpuOptimizer(WrappedOptimizer):
     # ---- one step ------------------------------------------------------------------------------
 
     def _update(self) -> None:
+        self.wait()
         passed = self._passed()
         for row in self._rows:
             self._collect(row)
         due = [row for row in self._rows if row.pending]
         refresh(due)  # and wait for all that reads or writes a parameter
-        worker = Worker(self._inner, passed)
+        late = [] if self._late is None else self._late.choose(due)
+        later = {id(row) for row in late}
+        worker = Worker(self._inner, passed, late=bool(late))
         try:
-            for batch in batches_of(due):
-                shares = [row.share() for row in batch]
-                with device.with_default_device(_HOST):
-                    worker.update(shares)
-                for row, share in zip(batch, shares, strict=True):
-                    row.finish(share.state)
+            for batch in batches_of([row for row in due if id(row) not in later], host_row.BATCH_BYTES):
+                step_rows(batch, worker)
         finally:
             for lane in self._lanes.all():
                 lane.end()
-        worker.carry_back()
+        if late and self._late is not None:
+            self._late.begin(late, worker, self._lanes)
+        else:
+            changes = worker.carry_back()
+            if due and self._late is not None:
+                self._late.learn(changes_groups=changes)
         self._steps += 1
+
+    def wait(self) -> None:
+        """Wait for the step that goes on beside the loop; for ``overlap=True``, else there is none.
+
+        Needed before what reads parameters without a call of torch: the replay of a captured graph, a kernel that was
+        given an address before.
+
+        Raises:
+            StateError: that step failed. The parameters that it did not reach are as before, and those of their
+                gradients that were not set to None wait for the next ``step()``.
+        """
+        if self._late is not None:
+            self._late.end()
 
     def _collect(self, row: HostRow) -> None:
         parameter = row.parameter
@@ -241,16 +268,19 @@ class CpuOptimizer(WrappedOptimizer):
     # ---- state ---------------------------------------------------------------------------------
 
     def _with_state(self) -> list[Tensor]:
+        self.wait()
         return [row.parameter for row in self._rows if row.has_state]
 
     @torch.no_grad()
     def _export(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor, dict[str, Any]]]:
+        self.wait()
         rows = [self._by_id[id(parameter)] for parameter in parameters]
         refresh([row for row in rows if row.has_master])
         return [(row.parameter, row.export()) for row in rows]
 
     @torch.no_grad()
     def _import(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        self.wait()
         for row in self._rows:
             row.take(states.get(row.parameter))
 
@@ -258,7 +288,7 @@ class CpuOptimizer(WrappedOptimizer):
         return self._by_id[id(parameter)].accepts(name, value)
 
     def _keywords(self) -> dict[str, Any]:
-        return {"master": self._master, "grad_offload": self._grad_offload}
+        return {"master": self._master, "grad_offload": self._grad_offload, "overlap": self._late is not None}
 
     @torch.no_grad()
     def unwrap(self) -> torch.optim.Optimizer:
@@ -266,6 +296,7 @@ class CpuOptimizer(WrappedOptimizer):
 
         Cost: the bytes of state and gradients on the device.
         """
+        self.wait()
         inner = self._inner
         for row in self._rows:
             where = local_part(row.parameter).device
@@ -291,7 +322,8 @@ class CpuOptimizer(WrappedOptimizer):
             down_bytes=sum(lane.down_bytes for lane in lanes),
             up_bytes=sum(lane.up_bytes for lane in lanes),
             steps=self._steps,
-            notes=tuple(self.notes),
+            late_parameters=0 if self._late is None else self._late.count,
+            notes=(*self.notes, *(() if self._late is None else self._late.notes)),
         )
 
 
@@ -307,7 +339,11 @@ def _remove(handles: list[Any], watched: list[tuple[weakref.ref[Tensor], weakref
 
 
 def cpu_optimizer(
-    optimizer: torch.optim.Optimizer, *, master: str | None = "fp32", grad_offload: bool = False
+    optimizer: torch.optim.Optimizer,
+    *,
+    master: str | None = "fp32",
+    grad_offload: bool = False,
+    overlap: bool = False,
 ) -> CpuOptimizer:
     """Keep an optimizer's masters, state and gradients in host memory, and step there.
 
@@ -331,13 +367,17 @@ def cpu_optimizer(
     functions get a copy on the device.
 
     Hazard: a function that reads such a gradient makes the host wait. After ``step()`` it is used up, and reading it
-    raises. Editing a parameter makes its master anew for the edited elements.
+    raises. Editing a parameter makes its master anew for the edited elements. With ``overlap=True``, what reads memory
+    with no call of torch and outside of the module that owns it (the replay of a captured graph, an address taken
+    before) needs :meth:`CpuOptimizer.wait` first, and a step that fails raises where what it did not reach is used.
 
     Args:
         optimizer: an instance of a ``torch.optim`` optimizer, before or after its first step. Its state moves over.
         master: ``"fp32"``: parameters of 16 bits are stepped through a float32 master. None: in their own type.
         grad_offload: whether gradients leave the device in backward. False: they stay in ``parameter.grad`` until
             ``step()``, for a loop that computes much with them.
+        overlap: ``step()`` returns when it is known what will be stepped; a thread steps, and whoever uses a parameter
+            first waits for it. Not for the first step, nor for parameters that could be read unasked: they are counted.
 
     Raises:
         ConfigError: an argument has a wrong value.
@@ -359,14 +399,15 @@ def cpu_optimizer(
     >>> optimizer.report().up_bytes
     8320
     """
-    return CpuOptimizer(optimizer, master=master, grad_offload=grad_offload)
+    return CpuOptimizer(optimizer, master=master, grad_offload=grad_offload, overlap=overlap)
 
 
-def _check(master: object, grad_offload: object) -> None:
+def _check(master: object, grad_offload: object, overlap: object) -> None:
     if master is not None and master != "fp32":
         raise _wrong("master", "'fp32' or None", master)
-    if not isinstance(grad_offload, bool):
-        raise _wrong("grad_offload", "True or False", grad_offload)
+    for name, value in (("grad_offload", grad_offload), ("overlap", overlap)):
+        if not isinstance(value, bool):
+            raise _wrong(name, "True or False", value)
 
 
 def _wrong(name: str, expected: str, got: object) -> ConfigError:

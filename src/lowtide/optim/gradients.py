@@ -133,6 +133,10 @@ class Lane:
         with device.use_stream(self._stream):
             target.copy_(row, non_blocking=True)
 
+    def mark(self) -> device.Event | None:
+        """What has arrived once all copies up so far have; None if they have already."""
+        return None if self._stream is None else device.record_event(self._stream)
+
     def end(self) -> None:
         """After copies up: what is computed from now on sees them."""
         if self._stream is not None and self._sent:

@@ -21,12 +21,13 @@ Tensor = torch.Tensor
 
 
 class Beside:
-    """A thread that adds and measures gradients while backward goes on; started when it is first needed.
+    """A thread that works while the loop goes on; started when it is first needed.
 
     It holds what it works on and nothing else, and ends when nobody holds it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "lowtide-gradients") -> None:
+        self._name = name
         self._thread: ThreadPoolExecutor | None = None
         # Norms that were asked for so far: the next step will ask for them again.
         self.kinds: set[float] = set()
@@ -35,7 +36,7 @@ class Beside:
     def submit(self, work: Callable[[], None]) -> Future[None]:
         """Have ``work`` done after all that was submitted before."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="lowtide-gradients")
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix=self._name)
         self.jobs += 1
         return self._thread.submit(_as_here, torch.get_num_threads(), work)
 
@@ -69,13 +70,16 @@ class HostGradient:
         self._norms: dict[float, Tensor] = {}
         self._job: Future[None] | None = None
         self._seen = False
+        # A step that goes on beside has the gradient while this is set; what is dropped meanwhile does not come back.
+        self._holder: Future[None] | None = None
+        self._dropped = False
         # Gradients since the last step, and between the two before: after so many, no more are to be expected.
         self._count, self._expected = 0, 1
 
     @property
     def pending(self) -> bool:
         """Whether there is a gradient for the next step."""
-        return self._landed or self._summed
+        return self._holder is None and (self._landed or self._summed)
 
     @property
     def sum_bytes(self) -> int:
@@ -110,6 +114,8 @@ class HostGradient:
 
     def _settle(self) -> None:
         """Wait for what is done beside; raises what went wrong there."""
+        if self._holder is not None:
+            self._holder.result()
         job, self._job = self._job, None
         if job is not None:
             job.result()
@@ -121,7 +127,7 @@ class HostGradient:
 
     def _fold(self) -> None:
         """Add what has landed to the sum, and apply the factor that was waiting for the whole of it."""
-        if not self.pending:
+        if not (self._landed or self._summed):
             return
         self._await()
         if self._sum is None:
@@ -188,7 +194,14 @@ class HostGradient:
 
     def used(self) -> None:
         """There is no gradient any more. The next one's copy may still be behind one that nobody waits for."""
+        if self._holder is not None:
+            self._dropped = True
+            return
         self._settle()
+        self.consume()
+
+    def consume(self) -> None:
+        """As :meth:`used`, for a step."""
         self._norms.clear()
         self._event = self._factor = None
         self._landed = self._summed = False
@@ -203,5 +216,30 @@ class HostGradient:
         if seen:
             if self._sum is None:
                 self._sum = host_memory(self.landing.numel(), self._wide, pinned=False)
+            self._settle()
             self._sum.zero_()
             self._summed = True
+
+    # ---- for a step, which may go on beside ------------------------------------------------------
+
+    def for_step(self) -> Tensor:
+        """As :meth:`value`."""
+        if self._holder is None:
+            self._settle()
+        return self._read()
+
+    def hand_over(self, holder: Future[None]) -> None:
+        """From now on the gradient is the step's, and who brings the next one waits for ``holder``."""
+        self._settle()
+        self._holder, self._dropped = holder, False
+
+    def let_go(self) -> None:
+        """The step needs nothing of this any more."""
+        self._holder = None
+
+    def take_back(self) -> None:
+        """The step has ended: what it did not consume waits for the next one, unless it was dropped meanwhile."""
+        if self._holder is not None:
+            self._holder = None
+            if self._dropped:
+                self.consume()

@@ -15,17 +15,17 @@ import torch
 from lowtide import device
 from lowtide._torch import like_sharded
 from lowtide.errors import UnsupportedError, explain
-from lowtide.optim.gradients import Lanes, Slabs, host_memory
+from lowtide.optim.gradients import Lanes, Slabs, bytes_of, host_memory
 from lowtide.optim.host_gradient import Beside, HostGradient
 from lowtide.optim.kinds import StateSpec
 from lowtide.optim.masters import MASTER, FullMaster
 from lowtide.optim.stand_in import LeftView, demand_current, left, stand_in, used_elsewhere
 from lowtide.optim.tensors import Scratch, dense_strides, flat_view, in_order_of, is_sharded, local_part, sum_of_bits
-from lowtide.optim.worker import Share
+from lowtide.optim.worker import Share, Worker
 from lowtide.residency.manager import SwapManager
 from lowtide.residency.room import demand_room
 
-__all__ = ["HostRow", "Offload", "batches_of", "demand_host_room", "offload", "refresh"]
+__all__ = ["HostRow", "Offload", "batches_of", "demand_host_room", "offload", "refresh", "step_rows"]
 
 Tensor = torch.Tensor
 
@@ -166,14 +166,14 @@ class HostRow:
 
     def share(self) -> Share:
         """What the class is to step. The master was refreshed."""
-        grad = self.gradient.value().to(self.stepped)
-        return Share(self.group, self.shaped(self.master), self.shaped(grad), self.state)
+        grad = self.gradient.for_step().to(self.stepped)
+        return Share(self.group, self.shaped(self.master), self.shaped(grad), dict(self.state))
 
     def finish(self, state: dict[str, Any]) -> None:
         """Keep what the class has made of the state, and launch the copy of the master's cast to the parameter."""
         self.state = state
         self._made = True
-        self.gradient.used()
+        self.gradient.consume()
         local = local_part(self.parameter)
         image = self.master
         if image.dtype != local.dtype:
@@ -188,6 +188,7 @@ class HostRow:
             lane.copy_up(image, flat_view(local))
         else:
             lane.copy_up(image.view(local.shape), local)
+        self.gradient.let_go()
 
     def bits(self) -> Tensor:
         """The sum of the parameter's bits now, on its device."""
@@ -331,17 +332,26 @@ def refresh(rows: Sequence[HostRow]) -> None:
             row.refresh(bits)
 
 
-def batches_of(rows: Sequence[HostRow]) -> Iterator[list[HostRow]]:
-    """Rows in their order, so many at a time as have :data:`BATCH_BYTES`."""
+def step_rows(rows: Sequence[HostRow], worker: Worker) -> None:
+    """Step rows whose masters were refreshed, and launch the copies of what they have become."""
+    shares = [row.share() for row in rows]
+    with device.with_default_device(torch.device("cpu")):
+        worker.update(shares)
+    for row, share in zip(rows, shares, strict=True):
+        row.finish(share.state)
+
+
+def batches_of(rows: Sequence[HostRow], nbytes: int) -> Iterator[list[HostRow]]:
+    """Rows in their order, so many at a time as have ``nbytes`` of masters."""
     batch: list[HostRow] = []
     held = 0
     for row in rows:
-        nbytes = row.master.numel() * row.master.element_size()
-        if batch and held + nbytes > BATCH_BYTES:
+        size = bytes_of(row.master)
+        if batch and held + size > nbytes:
             yield batch
             batch, held = [], 0
         batch.append(row)
-        held += nbytes
+        held += size
     if batch:
         yield batch
 

@@ -151,7 +151,12 @@ def _placed(optimizer: torch.optim.Optimizer, master: str | None, *, grad_offloa
 
 
 def offload_optimizer(
-    optimizer: torch.optim.Optimizer, *, step: str = "auto", master: str | None = "fp32", grad_offload: bool = False
+    optimizer: torch.optim.Optimizer,
+    *,
+    step: str = "auto",
+    master: str | None = "fp32",
+    grad_offload: bool = False,
+    overlap: bool = False,
 ) -> SwapOptimizer | CpuOptimizer:
     """Keep an optimizer's masters and state in host memory, and step on the device or on the host, as is faster (O4).
 
@@ -167,6 +172,7 @@ def offload_optimizer(
         master: ``"fp32"``: parameters of 16 bits are stepped through a float32 master. None: in their own type.
         grad_offload: whether gradients leave in backward for a step on the host. Where the step is on the device they
             stay, and the report says so.
+        overlap: whether what a step does reaches into the backward before and the forward after it, as the two have it.
 
     Raises:
         ConfigError: an argument has a wrong value, or gradients are to leave for a step on the device.
@@ -192,9 +198,9 @@ def offload_optimizer(
         step, reason = _placed(optimizer, master, grad_offload=grad_offload)
     made: SwapOptimizer | CpuOptimizer
     if step == "host":
-        made = CpuOptimizer(optimizer, master=master, grad_offload=grad_offload)
+        made = CpuOptimizer(optimizer, master=master, grad_offload=grad_offload, overlap=overlap)
     else:
-        made = swap_optimizer(optimizer, master=master)
+        made = swap_optimizer(optimizer, master=master, overlap=overlap)
     if reason is not None:
         made.notes.append(reason)
         if grad_offload and step == "device":

@@ -3,9 +3,9 @@
 A *worker* is an object of the optimizer's very class with its attributes, its
 groups' hyperparameters, and other tensors: pieces of parameters, or masters.
 Law: what the class computes is what the user's optimizer would have computed
-for these tensors; hooks do not run here, and what ``step`` changes in the
-attributes or in a group is carried back once all workers of a step have run,
-so that each of them starts from the same values.
+for these tensors; hooks do not run here. All updates of a step start from the
+attributes and groups as they were when it began, whatever anybody does to them
+meanwhile, and what ``step`` changes of them is carried back once all have run.
 """
 
 from __future__ import annotations
@@ -47,12 +47,19 @@ class Worker:
     tensor([0.5000, 0.5000])
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, passed: Mapping[str, Any] | None = None) -> None:
-        """``passed``: attributes that a gradient scaler has left on the wrapper, for this step alone."""
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, passed: Mapping[str, Any] | None = None, *, late: bool = False
+    ) -> None:
+        """``passed``: attributes that a gradient scaler has left on the wrapper, for this step alone.
+
+        ``late``: schedulers may write into the groups' tensors before the updates are made.
+        """
         self._optimizer = optimizer
         self._passed = dict(passed or {})
         self._step = unhooked_step(type(optimizer))
         self._attributes = {key: value for key, value in vars(optimizer).items() if key not in _OWN}
+        self._groups = [_values_of(group, copies=late) for group in optimizer.param_groups]
+        self._versions = [_versions_of(group) for group in self._groups]
         # What the last worker has left, without its tensors: they belong to whoever gave them.
         self._left: dict[str, Any] = {}
         self._left_groups: dict[int, dict[str, Any]] = {}
@@ -73,8 +80,7 @@ class Worker:
                 share.target.grad = share.grad
                 if share.state:
                     worker.state[share.target] = share.state
-            group = {k: v for k, v in self._optimizer.param_groups[number].items() if k != "params"}
-            group["params"] = [share.target for share in groups[number]]
+            group = {**self._groups[number], "params": [share.target for share in groups[number]]}
             worker.param_groups.append(group)
             self._left_groups[number] = group
         try:
@@ -89,8 +95,41 @@ class Worker:
         for group in worker.param_groups:
             del group["params"]
 
-    def carry_back(self) -> None:
-        """Give the optimizer what its class changed of its attributes and groups, as one ``step`` would have."""
-        vars(self._optimizer).update({key: value for key, value in self._left.items() if key not in self._passed})
+    def carry_back(self) -> bool:
+        """Give the optimizer what its class changed of its attributes and groups, as one ``step`` would have.
+
+        Returns whether that was anything.
+        """
+        mine = {key: value for key, value in self._left.items() if key not in self._passed}
+        change = _changed(self._attributes, mine)
+        found = bool(change)
+        vars(self._optimizer).update(change)
         for number, group in self._left_groups.items():
-            self._optimizer.param_groups[number].update(group)
+            target, before = self._optimizer.param_groups[number], self._groups[number]
+            change = _changed(before, group)
+            for key, version in self._versions[number].items():
+                if key in change or before[key]._version == version:
+                    continue
+                found = True
+                if target[key] is not before[key]:
+                    target[key].copy_(before[key])
+            found = found or bool(change)
+            target.update(change)
+        return found
+
+
+def _values_of(group: Mapping[str, Any], *, copies: bool) -> dict[str, Any]:
+    return {
+        key: value.clone() if copies and isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _versions_of(group: Mapping[str, Any]) -> dict[str, int]:
+    return {key: value._version for key, value in group.items() if isinstance(value, Tensor)}
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    missing = object()
+    return {key: value for key, value in after.items() if before.get(key, missing) is not value}

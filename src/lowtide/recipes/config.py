@@ -33,6 +33,7 @@ _FLAGS = (
     "swap_optimizer",
     "reuse_fp32_param",
     "grad_offload",
+    "optimizer_overlap",
 )
 _COUNTS = {  # the least that each may be
     "recompute_num_layers": 0,
@@ -67,6 +68,7 @@ _HELP = {
     "swap_optimizer_times": "in how many buckets a step walks it; larger: a lower peak",
     "reuse_fp32_param": "step bfloat16 parameters through float32 masters, of which two bytes each are kept",
     "optimizer_offload": "step the optimizer on the host, or where it is faster (auto); its state lies on the host",
+    "optimizer_overlap": "let the optimizer's step reach into backward and the next forward",
     "grad_offload": "let gradients leave for the host in backward, for optimizer_offload",
     "layer_modules": "names of the layers, with * for one part, such as 'model.layers.*'",
     "activation_modules": "sub-modules that hold an activation function",
@@ -116,6 +118,8 @@ class MemoryConfig:
             the device as with ``swap_optimizer``, whichever is measured to be faster. Needs the optimizer. Parameters
             of 16 bits are stepped through float32 masters.
         grad_offload: gradients leave for the host in backward, where the step runs there.
+        optimizer_overlap: with ``swap_optimizer``, copies of the step reach into the backward before and the forward
+            after it; with ``optimizer_offload``, a step on the host goes on while the next forward begins.
         layer_modules: patterns of the layers' qualified names; None: found by structure.
         activation_modules: names or patterns, within a layer, of the modules that hold an activation function.
         norm_modules: likewise of norms.
@@ -150,6 +154,7 @@ class MemoryConfig:
     reuse_fp32_param: bool = False
     optimizer_offload: str | None = None
     grad_offload: bool = False
+    optimizer_overlap: bool = False
     layer_modules: str | tuple[str, ...] | None = None
     activation_modules: str | tuple[str, ...] | None = None
     norm_modules: str | tuple[str, ...] | None = None
@@ -313,6 +318,10 @@ class MemoryConfig:
             "swap_layer_input_prefetch": ("swap_layer_input", self.swap_layer_input),
             "swap_optimizer_times": ("swap_optimizer", self.swap_optimizer),
             "grad_offload": ("optimizer_offload", self.optimizer_offload is not None),
+            "optimizer_overlap": (
+                "swap_optimizer or optimizer_offload",
+                self.swap_optimizer or self.optimizer_offload is not None,
+            ),
         }
         needs["swap_schedule"] = ("something that moves", self.swaps or self.swap_schedule == "chain")
         for name, (needed, there) in needs.items():

@@ -59,7 +59,12 @@ def wrap_optimizer(
         return optimizer
     made: SwapOptimizer | CpuOptimizer
     if config.optimizer_offload is not None:
-        made = offload_optimizer(optimizer, step=config.optimizer_offload, grad_offload=config.grad_offload)
+        made = offload_optimizer(
+            optimizer,
+            step=config.optimizer_offload,
+            grad_offload=config.grad_offload,
+            overlap=config.optimizer_overlap,
+        )
     elif not config.swap_optimizer:
         made = reuse_fp32_param(model, optimizer)
     else:
@@ -68,7 +73,8 @@ def wrap_optimizer(
         options: dict[str, Any] = (
             {} if config.swap_optimizer_times is None else {"swap_times": config.swap_optimizer_times}
         )
-        made = swap_optimizer(optimizer, master="residual" if config.reuse_fp32_param else None, **options)
+        master = "residual" if config.reuse_fp32_param else None
+        made = swap_optimizer(optimizer, master=master, overlap=config.optimizer_overlap, **options)
 
     def unwrap() -> None:
         made.unwrap()

@@ -1,0 +1,193 @@
+"""Steps on the host that go on while the loop does, in a thread: what ``cpu_optimizer(overlap=True)`` adds to a step.
+
+Law: only when a parameter is updated changes. Which are due, their gradients and the hyperparameters are those of the
+moment when ``step()`` was called; who uses a parameter before its update waits for it, and for it alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+
+from lowtide import device
+from lowtide._torch import without_torch_function
+from lowtide.errors import StateError, explain
+from lowtide.optim.arriving import arrived, expect, unwatch, watch, why_not
+from lowtide.optim.gradients import Lanes
+from lowtide.optim.host_gradient import Beside
+from lowtide.optim.host_row import HostRow, batches_of, step_rows
+from lowtide.optim.worker import Worker
+
+__all__ = ["LateSteps"]
+
+# Stepped at once: what the first layer waits for, and enough for every thread.
+LATE_BYTES = 16 << 20
+
+
+class _Batch:
+    """Rows that are stepped at once. Whoever waits for one of them has it stepped next."""
+
+    def __init__(self, number: int, step: _LateStep) -> None:
+        self.done: Future[None] = Future()
+        self.events: list[device.Event] = []
+        self._number = number
+        self._step = step
+
+    def wait(self) -> None:
+        """See :class:`lowtide.optim.arriving.Arrival`."""
+        if not self.done.done():
+            self._step.want(self._number)
+        error = self.done.exception()
+        if error is not None:
+            raise _failed(error) from error
+        # The host waits: streams that were ordered behind step() when it returned need no order of their own.
+        for event in self.events:
+            event.synchronize()
+
+
+class _LateStep:
+    """One step. It holds no row that is done, and what waits for it holds no row at all."""
+
+    def __init__(self, batches: Sequence[list[HostRow]]) -> None:
+        self._waiting = dict(enumerate(batches))
+        self._wanted: deque[int] = deque()
+        self._parameters = [weakref.ref(row.parameter) for batch in batches for row in batch]
+        self.batches = [_Batch(number, self) for number in self._waiting]
+        self.ended = False
+
+    def want(self, number: int) -> None:
+        """Step this batch next."""
+        self._wanted.append(number)
+
+    def _next(self) -> int | None:
+        while self._wanted:
+            number = self._wanted.pop()
+            if number in self._waiting:
+                return number
+        return next(iter(self._waiting), None)
+
+    def run(self, worker: Worker, lanes: Lanes) -> None:
+        """On the thread: step all batches, or none after one that fails."""
+        # The thread itself does not wait for what it brings.
+        with without_torch_function():
+            while (number := self._next()) is not None:
+                batch = self.batches[number]
+                try:
+                    step_rows(self._waiting.pop(number), worker)
+                    batch.events = [event for lane in lanes.all() if (event := lane.mark()) is not None]
+                except BaseException as error:  # noqa: BLE001 - whoever waits raises it
+                    self._waiting.clear()
+                    for one in self.batches:
+                        if not one.done.done():
+                            one.done.set_exception(error)
+                    break
+                batch.done.set_result(None)
+        self.ended = True
+
+    def join(self) -> None:
+        """See :class:`lowtide.optim.arriving.GoingOn`."""
+        wait([batch.done for batch in self.batches])
+
+    def settle(self) -> None:
+        """See :class:`lowtide.optim.arriving.GoingOn`."""
+        unwatch(self)
+        self.join()
+        for batch in self.batches:
+            batch.wait()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Parameters are plain ones again."""
+        for parameter in self._parameters:
+            arrived(parameter(), waits=False)
+
+
+class LateSteps:
+    """Begins such steps, one at a time, and says which parameters must not be late."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._beside = Beside("lowtide-step")
+        self._going_on: tuple[_LateStep, list[HostRow], Worker] | None = None
+        # Why no step may be late; None before the first has shown what the class does.
+        self._forbids: str | None = None
+        self._learned = False
+        self._early: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
+
+    def learn(self, *, changes_groups: bool) -> None:
+        """What a whole step has shown of its class."""
+        self._learned = True
+        if changes_groups:
+            self._forbids = "its class changes what is in param_groups, which others read"
+
+    def choose(self, due: Sequence[HostRow]) -> list[HostRow]:
+        """The rows that may be late; the report counts the others."""
+        self.count = 0
+        self._early.clear()
+        if not self._learned:
+            return []
+        found = []
+        for row in due:
+            why = self._forbids or why_not(row.parameter)
+            if why is None:
+                found.append(row)
+            else:
+                self._early[why] += 1
+                self._first.setdefault(why, row.name)
+        return found
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why the last step waited for some, and for how many."""
+        return tuple(
+            f"step() waits for {count} parameters: {why} (the first is {self._first[why]})"
+            for why, count in self._early.items()
+        )
+
+    def begin(self, rows: list[HostRow], worker: Worker, lanes: Lanes) -> None:
+        """Step rows whose masters were refreshed, and return before that is done."""
+        batches = list(batches_of(rows, LATE_BYTES))
+        step = _LateStep(batches)
+        for batch, members in zip(step.batches, batches, strict=True):
+            for row in members:
+                row.gradient.hand_over(batch.done)
+                expect(row.parameter, batch)
+        self.count = len(rows)
+        self._going_on = (step, rows, worker)
+        watch(step)
+        self._beside.submit(lambda: step.run(worker, lanes))
+
+    def end(self) -> None:
+        """Wait for the step that goes on, if one does.
+
+        Raises:
+            StateError: it failed.
+        """
+        going_on, self._going_on = self._going_on, None
+        if going_on is None:
+            return
+        step, rows, worker = going_on
+        try:
+            step.settle()
+        finally:
+            step.let_go()
+            for row in rows:
+                row.gradient.take_back()
+        if worker.carry_back():
+            self.learn(changes_groups=True)
+
+
+def _failed(error: BaseException) -> StateError:
+    return StateError(
+        explain(
+            "a step that went on beside the loop has failed",
+            expected="a step on the host that ends",
+            got=f"{type(error).__name__}: {error}",
+            where="cpu_optimizer(overlap=True)",
+            remedy="Call optimizer.wait(), which says so once more and lets parameters be used, then step() again: it "
+            "goes on with those that were not reached and still have their gradients.",
+        )
+    )
