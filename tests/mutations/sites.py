@@ -37,6 +37,8 @@ FILES = (
     "optim/surroundings.py",
     "optim/gradients.py",
     "optim/host_gradient.py",
+    "optim/late.py",
+    "optim/arriving.py",
 )
 
 # Of these files only the classes that the accelerator's path uses.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 
 from .kit import Kit, expect, train
 
-__all__ = ["STEPPED"]
+__all__ = ["STEPPED", "swapped_gpt"]
 
 
 class Rows(nn.Module):
@@ -55,7 +53,8 @@ def swapped_state(kit: Kit) -> None:
     _steps(kit, model, _optimizer(kit, model), range(5), skips=True)
 
 
-def _swapped_gpt(kit: Kit) -> nn.Module:
+def swapped_gpt(kit: Kit) -> nn.Module:
+    """A small model whose layers' activations move."""
     model: nn.Module = kit.gpt()
     if not kit.plain:
         import lowtide
@@ -68,7 +67,7 @@ def _swapped_gpt(kit: Kit) -> nn.Module:
 
 def swapped_beside_activations(kit: Kit) -> None:
     """A model's activations and its optimizer's state go through the same carrier and the same buffers."""
-    model = _swapped_gpt(kit)
+    model = swapped_gpt(kit)
     optimizer = _optimizer(kit, model)
     for batch in kit.batches(3):
         optimizer.zero_grad()
@@ -142,73 +141,6 @@ def _fail_at(kit: Kit, optimizer: Any, number: int) -> None:
     finally:
         swap.update_segment = update
     kit.check(not any(segment.is_resident for segment in optimizer._segments), "all that was on its way is back")
-
-
-def stepped_on_the_host(kit: Kit) -> None:
-    """Gradients leave in backward, three of them a step and few at a time, and are added up and clipped on the host."""
-    model = _swapped_gpt(kit)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-    if not kit.plain:
-        import lowtide
-        from lowtide.optim import gradients, host_gradient
-
-        gradients.IN_FLIGHT_BYTES = 20_000
-        host_gradient.ThreadPoolExecutor = _Later  # type: ignore[assignment, misc]
-        optimizer = lowtide.cpu_optimizer(optimizer, grad_offload=True)
-    for step in range(4):
-        optimizer.zero_grad()
-        if step == 2:
-            for batch in kit.batches(2):
-                model(batch).mean().backward()
-            optimizer.zero_grad()  # two that are not stepped
-        for batch in kit.batches(3):
-            model(batch).square().mean().backward()
-            kit.mark()
-        with torch.no_grad():
-            kit.note(model(batch))  # reads the parameters until the step writes them
-        if step:
-            own = step == 1 and not kit.plain
-            (_clipped(optimizer) if own else torch.nn.utils.clip_grad_norm_)(model.parameters(), 0.5)
-        optimizer.step()
-        kit.note(*model.parameters())
-        kit.mark()
-
-
-class _Later:
-    """A thread that comes to nothing until it is waited for: the latest that there can be, and always the same."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def submit(self, work: Callable[..., Any], *args: Any) -> Any:
-        return types.SimpleNamespace(result=functools.partial(work, *args))
-
-
-def _clipped(optimizer: Any) -> Callable[..., Any]:
-    return lambda _, norm: optimizer.clip_grad_norm_(norm)
-
-
-def stepped_on_the_host_late(kit: Kit) -> None:
-    """Gradients leave in the step; parameters are read until then, and edited and saved right after it."""
-    model = _swapped_gpt(kit)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-    if not kit.plain:
-        import lowtide
-
-        optimizer = lowtide.cpu_optimizer(optimizer)
-    (batch,) = kit.batches(1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        with torch.no_grad():
-            kit.note(model(batch))
-        optimizer.step()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.9)
-        kit.note(*model.parameters())
-        kit.mark()
-        optimizer.state_dict()
 
 
 def chunks(kit: Kit) -> None:
@@ -377,8 +309,6 @@ STEPPED: dict[str, Callable[[Kit], None]] = {
     "optimizer overlapping": overlapping,
     "optimizer saved": saved_and_loaded,
     "optimizer failing": failing,
-    "on the host": stepped_on_the_host,
-    "on the host, late": stepped_on_the_host_late,
     "chunks": chunks,
     "chunks of products": chunks_of_products,
     "chunks of bends": chunks_of_bends,

@@ -17,6 +17,7 @@ from torch import nn
 
 from .edges import EDGES
 from .handmade import HANDMADE
+from .hosted import HOSTED
 from .kit import Kit, Tapped, made, train
 from .parts import Even, Pauses
 from .stepped import STEPPED
@@ -427,4 +428,5 @@ WORKLOADS: dict[str, Workload] = {
     **HANDMADE,
     **EDGES,
     **STEPPED,
+    **HOSTED,
 }

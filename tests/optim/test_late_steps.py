@@ -737,6 +737,24 @@ def test_a_step_that_fails_says_so_to_whoever_uses_what_it_did_not_reach_and_goe
         assert_same_bits(expected.state_dict(), optimizer.state_dict())
 
 
+@pytest.mark.values
+def test_waiting_that_is_interrupted_can_be_done_again(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected_model, expected = stepped(net, None)
+    model, optimizer = stepped(net, gate)
+    with monkeypatch.context() as patch:
+        patch.setattr(late._Batch, "wait", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.wait()
+    assert not gate.is_open
+    assert type(model[4].weight) is ArrivingParameter
+    assert_same_bits(weights(expected_model), weights(model))
+    assert_same_bits(expected.state_dict(), optimizer.state_dict())
+
+
+def _interrupted(self: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_an_optimizer_that_is_dropped_while_its_step_goes_on_has_stepped_and_nothing_keeps_its_memory(
     gate: Gate,
 ) -> None:

@@ -20,6 +20,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.bench import host_step
 from lowtide.measure import Record, memory_curve, write_records
 from lowtide.optim.swap import SwapOptimizer
 
@@ -129,6 +130,8 @@ def run(elements: int, json: Path | None, *, rounds: int = 5) -> int:
         table.add_row(name, *(f"{value:.2f}" for value, _ in shown))
         found += [Record(BENCH, "adamw", name, metric, value, unit) for metric, (value, unit) in figures.items()]
     console.print(table)
+    del runs, base
+    found += host_step.measure(elements, console, rounds=rounds)
     console.print(_torchao())
     if json is not None:
         write_records(json, found)

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from lowtide import device
+from lowtide.optim.arriving import Arrival
 from lowtide.optim.gradients import Lane, bytes_of, host_memory
 
 __all__ = ["Beside", "HostGradient"]
@@ -71,7 +72,7 @@ class HostGradient:
         self._job: Future[None] | None = None
         self._seen = False
         # A step that goes on beside has the gradient while this is set; what is dropped meanwhile does not come back.
-        self._holder: Future[None] | None = None
+        self._holder: Arrival | None = None
         self._dropped = False
         # Gradients since the last step, and between the two before: after so many, no more are to be expected.
         self._count, self._expected = 0, 1
@@ -115,7 +116,7 @@ class HostGradient:
     def _settle(self) -> None:
         """Wait for what is done beside; raises what went wrong there."""
         if self._holder is not None:
-            self._holder.result()
+            self._holder.wait()
         job, self._job = self._job, None
         if job is not None:
             job.result()
@@ -228,7 +229,7 @@ class HostGradient:
             self._settle()
         return self._read()
 
-    def hand_over(self, holder: Future[None]) -> None:
+    def hand_over(self, holder: Arrival) -> None:
         """From now on the gradient is the step's, and who brings the next one waits for ``holder``."""
         self._settle()
         self._holder, self._dropped = holder, False

@@ -92,10 +92,13 @@ class _LateStep:
 
     def settle(self) -> None:
         """See :class:`lowtide.optim.arriving.GoingOn`."""
+        try:
+            for batch in self.batches:
+                batch.wait()
+        except StateError:
+            unwatch(self)  # parameters that it did not reach go on saying so
+            raise
         unwatch(self)
-        self.join()
-        for batch in self.batches:
-            batch.wait()
         self.let_go()
 
     def let_go(self) -> None:
@@ -153,7 +156,7 @@ class LateSteps:
         step = _LateStep(batches)
         for batch, members in zip(step.batches, batches, strict=True):
             for row in members:
-                row.gradient.hand_over(batch.done)
+                row.gradient.hand_over(batch)
                 expect(row.parameter, batch)
         self.count = len(rows)
         self._going_on = (step, rows, worker)
@@ -166,18 +169,24 @@ class LateSteps:
         Raises:
             StateError: it failed.
         """
-        going_on, self._going_on = self._going_on, None
-        if going_on is None:
+        if self._going_on is None:
             return
-        step, rows, worker = going_on
+        # Whoever interrupts the waiting finds it going on.
+        step, rows, worker = self._going_on
         try:
             step.settle()
-        finally:
-            step.let_go()
-            for row in rows:
-                row.gradient.take_back()
+        except StateError:
+            self._release(step, rows)
+            raise
+        self._release(step, rows)
         if worker.carry_back():
             self.learn(changes_groups=True)
+
+    def _release(self, step: _LateStep, rows: Sequence[HostRow]) -> None:
+        self._going_on = None
+        step.let_go()
+        for row in rows:
+            row.gradient.take_back()
 
 
 def _failed(error: BaseException) -> StateError:
