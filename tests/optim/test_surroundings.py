@@ -64,6 +64,21 @@ def test_masters_have_the_bits_of_separate_ones(master: str) -> None:
     assert_same_bits(weights(plain_model), weights(model), "weights")
 
 
+def test_steps_that_no_backward_told_of_are_counted() -> None:
+    model = net()
+    optimizer = overlapping(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        if step < 2:
+            backward(model, step)
+        else:
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    (note,) = optimizer.report().notes
+    assert note == "2 steps had no loads before them: too few gradients came in the backward before"
+
+
 def test_the_first_window_is_on_its_way_when_backward_ends_and_nothing_is_after_a_step() -> None:
     model = net()
     optimizer = overlapping(model)

@@ -55,7 +55,11 @@ def offloaded(parameters: Any) -> torch.optim.Optimizer:
     return cpu_optimizer(adamw(parameters), grad_offload=True)
 
 
-WAYS = {"swapped": swapped, "offloaded": offloaded}
+def late(parameters: Any) -> torch.optim.Optimizer:
+    return cpu_optimizer(adamw(parameters), overlap=True)
+
+
+WAYS = {"swapped": swapped, "offloaded": offloaded, "late": late}
 
 
 def local(value: Any) -> Any:

@@ -20,13 +20,13 @@ def worlds() -> Iterator[dict[int, World]]:
         world.close()
 
 
-@pytest.mark.parametrize("way", ["swapped", "offloaded"])
+@pytest.mark.parametrize("way", ["swapped", "offloaded", "late"])
 def test_steps_over_shards_have_the_plain_bits(worlds: dict[int, World], way: str) -> None:
     assert worlds[2].run("optimizers.fully_sharded", way=way) == [{"weights": True, "state": True}] * 2
 
 
 @pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("way", ["swapped", "offloaded"])
+@pytest.mark.parametrize("way", ["swapped", "offloaded", "late"])
 def test_steps_over_replicas_have_the_plain_bits(worlds: dict[int, World], way: str, *, views: bool) -> None:
     found = worlds[2].run("optimizers.replicated", way=way, views=views)
     assert found == [{"norms": True, "weights": True, "state": True}] * 2

@@ -94,10 +94,15 @@ class Surroundings:
         self._window = 0
         self.arrivals = Arrivals(self.settle, self.load_ahead)
         self.ahead_bytes = 0  # loaded before a step, so far
+        self._tried = False  # since the last step
+        self._alone = 0  # steps that no loads were tried before, but for the first
         self._failed: dict[str, Exception] = {}
 
     def stepped(self, segments: Sequence[HeldSegment], window: int, behind: Sequence[HeldSegment]) -> None:
         """A step over ``segments`` was made; ``behind`` are still leaving and must be waited for."""
+        if self._stepped and not self._tried:
+            self._alone += 1
+        self._tried = False
         self._stepped, self._window, self._behind = list(segments), window, list(behind)
         where = {segment.device for segment in segments if device.is_accelerator(segment.device)}
         self._streams = {one: device.current_stream(one) for one in where}
@@ -105,7 +110,7 @@ class Surroundings:
 
     def load_ahead(self) -> None:
         """Begin the loads with which the next step will begin, as many as its window holds."""
-        held = 0
+        held, self._tried = 0, True
         with torch.no_grad():
             for segment in self._stepped:
                 if segment.is_resident or segment.is_empty or segment.is_arriving:
@@ -141,7 +146,8 @@ class Surroundings:
     @property
     def notes(self) -> tuple[str, ...]:
         """What could not be done, and why."""
-        return tuple(f"{what}: {why}" for what, why in self._failed.items())
+        alone = f"{self._alone} steps had no loads before them: too few gradients came in the backward before"
+        return (*(f"{what}: {why}" for what, why in self._failed.items()), *([alone] if self._alone else []))
 
     def take_back(self, due: Sequence[HeldSegment] = ()) -> None:
         """Bring away what was loaded ahead and is not stepped."""
