@@ -21,10 +21,10 @@ def stepped_on_the_host(kit: Kit) -> None:
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     if not kit.plain:
         import lowtide
-        from lowtide.optim import gradients, host_gradient
+        from lowtide.optim import beside, gradients
 
         gradients.IN_FLIGHT_BYTES = 20_000
-        host_gradient.ThreadPoolExecutor = _Later  # type: ignore[assignment, misc]
+        beside.ThreadPoolExecutor = _Later  # type: ignore[assignment, misc]
         optimizer = lowtide.cpu_optimizer(optimizer, grad_offload=True)
     for step in range(4):
         optimizer.zero_grad()
@@ -111,12 +111,12 @@ def stepped_beside_the_loop(kit: Kit) -> None:
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     if not kit.plain:
         import lowtide
-        from lowtide.optim import host_gradient, late
+        from lowtide.optim import beside, late
 
         late.Beside = _WhenWaited  # type: ignore[assignment, misc]
         for name in ("want", "join"):
             setattr(late._LateStep, name, _opening(getattr(late._LateStep, name)))
-        host_gradient.ThreadPoolExecutor = _Later  # type: ignore[assignment, misc]
+        beside.ThreadPoolExecutor = _Later  # type: ignore[assignment, misc]
         optimizer = lowtide.cpu_optimizer(optimizer, grad_offload=True, overlap=True)
     for step in range(6):
         for batch in kit.batches(3):

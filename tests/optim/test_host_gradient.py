@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide import device
 from lowtide.optim.cpu import cpu_optimizer
-from lowtide.optim.host_gradient import Beside, HostGradient
+from lowtide.optim.host_gradient import BesideBackward, HostGradient
 
 from .kit import OPTIMIZERS, assert_same_bits, backward, net, weights
 
@@ -49,7 +49,7 @@ class Lane:
         return gate
 
 
-def gradient(beside: Beside | None, dtype: torch.dtype = torch.bfloat16) -> HostGradient:
+def gradient(beside: BesideBackward | None, dtype: torch.dtype = torch.bfloat16) -> HostGradient:
     like = torch.empty(5, 300, dtype=dtype, device="cpu")
     return HostGradient(like, torch.empty(1500, dtype=dtype, device="cpu"), strides=(300, 1), beside=beside)
 
@@ -65,7 +65,7 @@ def test_whatever_number_of_backwards_a_step_has_the_sums_and_norms_have_the_sam
     dtype: torch.dtype, *, clips: bool
 ) -> None:
     ends, jobs = [], []
-    for beside in (None, Beside()):
+    for beside in (None, BesideBackward()):
         one = gradient(beside, dtype)
         found = []
         for step, count in enumerate([1, 3, 3, 2, 4, 1, 3]):
@@ -88,7 +88,7 @@ def test_whatever_number_of_backwards_a_step_has_the_sums_and_norms_have_the_sam
 
 
 def test_a_gradient_that_another_will_be_added_to_is_added_beside_and_the_last_of_a_step_is_measured_there() -> None:
-    beside = Beside()
+    beside = BesideBackward()
     one = gradient(beside)
     for count in (3, 3):
         for number in range(count):
@@ -100,7 +100,7 @@ def test_a_gradient_that_another_will_be_added_to_is_added_beside_and_the_last_o
 
 
 def test_backward_goes_on_while_a_gradient_is_on_its_way_and_who_asks_for_it_waits() -> None:
-    one = gradient(Beside())
+    one = gradient(BesideBackward())
     for _ in range(2):
         one.arrive(row(0), Lane())
     one.used()
@@ -121,7 +121,7 @@ def test_backward_goes_on_while_a_gradient_is_on_its_way_and_who_asks_for_it_wai
 
 @pytest.mark.parametrize("use", ["value", "norm", "arrive", "whole", "scale", "used"])
 def test_what_goes_wrong_beside_is_raised_to_who_uses_the_gradient_next(use: str) -> None:
-    one = gradient(Beside())
+    one = gradient(BesideBackward())
     for _ in range(2):
         one.arrive(row(0), Lane())
     one.used()
@@ -145,7 +145,7 @@ def test_norms_do_not_depend_on_the_thread_that_takes_them() -> None:
     try:
         for threads in (1, 2, 1, 3):
             torch.set_num_threads(threads)
-            beside = Beside()
+            beside = BesideBackward()
             beside.kinds.add(2.0)
             one = HostGradient(like, torch.empty_like(like), strides=(1,), beside=beside)
             one.arrive(values, Lane())
@@ -183,3 +183,18 @@ def test_an_optimizer_of_a_device_adds_beside_and_its_thread_ends_with_it() -> N
     assert died() is None
     own.pop().join(30)
     assert not threads() - others
+
+
+@pytest.mark.parametrize("way", ["for_step", "hand_over"])
+def test_a_step_takes_a_gradient_when_nothing_beside_works_on_it(way: str) -> None:
+    beside = BesideBackward()
+    one, lane = gradient(beside), Lane(opened=False)
+    beside.kinds.add(2.0)
+    one.arrive(row(1), lane)
+    assert lane.gates[0].waited.wait(30)  # the norm is being taken
+    opener = threading.Timer(0.2, lane.gates[0].opened.set)
+    opener.start()
+    one.for_step() if way == "for_step" else one.hand_over(Gate())  # type: ignore[arg-type]
+    assert lane.gates[0].opened.is_set()
+    assert 2.0 in one._norms
+    opener.join()

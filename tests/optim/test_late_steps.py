@@ -9,10 +9,7 @@ import functools
 import gc
 import io
 import pickle
-import subprocess
-import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,86 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide._torch import without_torch_function
-from lowtide.errors import ConfigError, StateError
-from lowtide.optim import cpu, late
+from lowtide.optim import late
 from lowtide.optim.arriving import ArrivingParameter
-from lowtide.optim.cpu import CpuOptimizer
 
 from .kit import assert_same_bits, backward, net, weights
-
-cpu_optimizer = functools.partial(cpu.cpu_optimizer, grad_offload=True, overlap=True)
-hooks_of_modules = nn.modules.module._global_forward_pre_hooks
-
-
-class Gate:
-    """Steps that go on stand still until somebody waits, however long that takes: who does not wait reads old bits."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.opened = threading.Event()
-        self.order: list[list[str]] = []
-        self.fails: str | None = None
-        plain = late.step_rows
-
-        def step_rows(rows: Any, worker: Any) -> None:
-            assert self.opened.wait(60)
-            self.order.append([row.name for row in rows])
-            if self.fails in self.order[-1]:
-                raise MemoryError("no room")
-            plain(rows, worker)
-
-        patch.setattr(late, "step_rows", step_rows)
-        for name in ("want", "join"):
-            patch.setattr(late._LateStep, name, self._opening(getattr(late._LateStep, name)))
-
-    def _opening(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def opened(*args: Any) -> Any:
-            found = method(*args) if method.__name__ == "want" else None
-            self.opened.set()
-            return found if method.__name__ == "want" else method(*args)
-
-        return opened
-
-    @property
-    def is_open(self) -> bool:
-        return self.opened.is_set()
-
-    def close(self) -> None:
-        self.opened.clear()
-        self.order.clear()
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    monkeypatch.setattr(late, "LATE_BYTES", 1)  # every parameter by itself
-    made = Gate(monkeypatch)
-    made.opened.set()
-    yield made
-    made.opened.set()
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays() -> Iterator[None]:
-    yield
-    gc.collect()
-    assert not hooks_of_modules, "a hook of all modules has outlived its step"
-
-
-def adamw(model: nn.Module, **options: Any) -> CpuOptimizer:
-    return cpu_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01, fused=True), **options)
-
-
-def stepped(make: Callable[[], nn.Module], gate: Gate | None, feed: Callable[[nn.Module, int], Any] = backward) -> Any:
-    """A model after two steps, of which the last goes on and stands still if there is a gate; and its optimizer."""
-    model = make()
-    optimizer = adamw(model, overlap=gate is not None)
-    for step in range(2):
-        feed(model, step)
-        if gate is not None and step == 1:
-            gate.close()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
-
+from .late_kit import Gate, adamw, cpu_optimizer, stepped, x_of
 
 # ---- who waits, and who does not -------------------------------------------------------------------
 
@@ -147,6 +69,7 @@ def test_what_is_used_first_is_stepped_next_and_alone_is_waited_for(gate: Gate) 
         assert len(gate.order) < 2 or done.wait(60)
         plain(rows, worker)
 
+    assert gate.reached.wait(60)
     late.step_rows = two_then_stop  # the gate's own patch is taken off at the end
     model[4].weight.sum()
     assert gate.order == [["parameter 0 of group 0"], ["parameter 4 of group 0"]]
@@ -194,17 +117,47 @@ def _saved(model: nn.Module) -> Any:
     return torch.load(box, weights_only=True, map_location="cpu").detach()
 
 
-def x_of(model: nn.Module, columns: int = 301) -> Tensor:
-    draw = torch.Generator("cpu").manual_seed(5)
-    return torch.randn(3, columns, generator=draw, device="cpu").to(next(model.parameters()).device)
-
-
 def _gradients_of_a_function(model: nn.Module) -> Any:
     def loss(parameters: Any, x: Tensor) -> Tensor:
         found: Tensor = torch.func.functional_call(model, parameters, x).square().sum()
         return found
 
     return torch.func.grad(loss)(dict(model.named_parameters()), x_of(model))
+
+
+class Saver(torch.autograd.Function):
+    """Keeps a parameter of somebody else's for backward without a look at it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        (weight,) = ctx.saved_tensors
+        return grad * weight, None
+
+
+def _saved_by_a_function(model: Any) -> Any:
+    x = torch.ones(5, requires_grad=True)
+    out = Saver.apply(x, model[4].bias)  # type: ignore[no-untyped-call]
+    model(x_of(model))
+    out.sum().backward()
+    return x.grad
+
+
+class Several(list):  # type: ignore[type-arg]
+    """A list of somebody's own."""
+
+
+@contextlib.contextmanager
+def _swaps_on_conversion() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 READERS: dict[str, Callable[[Any], Any]] = {
@@ -241,6 +194,8 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "a Function": lambda m: Extension.apply(x_of(m), m[0].weight * 1.0),
     "a copy into another": lambda m: torch.zeros(5).copy_(m[4].bias.detach()),
     "out of a parameter": lambda m: torch.mul(m[4].bias.detach(), 2.0, out=torch.zeros(5)),
+    "a list of its own": lambda m: torch.cat(Several([m[0].bias, m[2].bias])),
+    "a Function that saves": _saved_by_a_function,
     "a gradient": lambda m: torch.autograd.grad(m(x_of(m)).sum(), m[4].weight),
 }
 ON_THE_CPU: dict[str, Callable[[Any], Any]] = {
@@ -344,12 +299,28 @@ def _called(model: nn.Module, x: Tensor) -> Tensor:
     return found[0] if isinstance(found, tuple) else found
 
 
+def test_parameters_may_be_exchanged_on_conversion(gate: Gate) -> None:
+    model = net()
+    optimizer = adamw(model, grad_offload=False)
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(model, step)
+        gate.close()
+        optimizer.step()
+    optimizer.zero_grad()
+    with _swaps_on_conversion():
+        model.double()
+    assert next(model.parameters()).dtype is torch.float64
+    optimizer.wait()
+
+
 @pytest.mark.cpu  # these layers have no faster way elsewhere
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", [False, True, None])
 @pytest.mark.parametrize("make", [_encoder, _attention, _lstm])
 def test_layers_with_a_faster_way_outside_of_training_take_it(
-    gate: Gate, make: Callable[[], nn.Module], *, training: bool
+    gate: Gate, make: Callable[[], nn.Module], *, training: bool | None
 ) -> None:
+    """Where ``training`` is None, the layer is frozen and in evaluation, and history is on."""
     draw = torch.Generator().manual_seed(3)
     x = torch.randn(2, 5, 16, generator=draw)
 
@@ -359,8 +330,10 @@ def test_layers_with_a_faster_way_outside_of_training_take_it(
     ends = []
     for held in (None, gate):
         model, optimizer = stepped(make, held, feed)
-        with contextlib.nullcontext() if training else torch.no_grad():
-            ends.append(_called(model.train(training), x))
+        if training is None:
+            model.requires_grad_(False)
+        with torch.no_grad() if training is False else contextlib.nullcontext():
+            ends.append(_called(model.train(bool(training)), x))
         optimizer.wait()
     assert_same_bits(ends[0], ends[1])
 
@@ -523,269 +496,3 @@ def test_whoever_asks_the_optimizer_waits(gate: Gate, way: str) -> None:
         if way != "unwrap":
             optimizer.wait()
     assert_same_bits(ends[0], ends[1], way)
-
-
-# ---- what is not late, and why -------------------------------------------------------------------------
-
-
-def _notes_and_weights(model: nn.Module, optimizer: CpuOptimizer, steps: int = 3) -> Any:
-    for step in range(steps):
-        backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
-    report = optimizer.report()
-    return report.late_parameters, report.notes, weights(model)
-
-
-@pytest.mark.values
-def test_a_parameter_with_another_tensor_over_its_memory_is_stepped_at_once_and_counted(gate: Gate) -> None:
-    ends = []
-    for held in (None, gate):
-        model = net()
-        optimizer = adamw(model, overlap=held is not None)
-        shadow, exported = model[0].weight.data, model[4].bias.untyped_storage()
-        for step in range(3):
-            backward(model, step)
-            if held is not None:
-                held.close()
-            optimizer.step()
-            optimizer.zero_grad()
-        ends.append(shadow.clone())
-        report = optimizer.report()
-        optimizer.wait()
-        del exported
-    assert report.late_parameters == 4
-    (note,) = report.notes
-    assert note == (
-        "step() waits for 2 parameters: another tensor lies over its memory (the first is parameter 0 of group 0)"
-    )
-    assert_same_bits(ends[0], ends[1])
-
-
-@pytest.mark.values
-def test_parameters_of_other_classes_are_stepped_at_once_and_counted(gate: Gate) -> None:
-    class Own(nn.Parameter):
-        pass
-
-    model = net()
-    model[0].weight = Own(model[0].weight.detach().clone())
-    optimizer = adamw(model)
-    late_ones, notes, found = _notes_and_weights(model, optimizer)
-    assert late_ones == 5
-    assert "step() waits for 1 parameters: it is a Own, which has a class of its own" in notes[0]
-    _, _, expected = _notes_and_weights(plain := net(), adamw(plain, overlap=False))
-    assert_same_bits(expected, found)
-    optimizer.wait()
-
-
-class Counting(torch.optim.SGD):
-    """Changes what is in its groups, as schedule-free classes do."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-
-
-class CountingLater(torch.optim.SGD):
-    """The same from the second step on, and in place."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, lr=lr)
-        self.calls = 0
-        self.param_groups[0]["k"] = torch.zeros((), device="cpu")
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        self.calls += 1
-        if self.calls > 1:
-            self.param_groups[0]["k"] += 1
-
-
-@pytest.mark.cpu  # the classes count in host memory
-@pytest.mark.parametrize("cls", [Counting, CountingLater])
-def test_classes_whose_groups_change_in_a_step_step_at_once(cls: Any) -> None:
-    ends = []
-    for overlap in (False, True):
-        model = net()
-        optimizer = cpu_optimizer(cls(model.parameters(), lr=0.1), overlap=overlap)
-        for step in range(4):
-            backward(model, step)
-            optimizer.step()
-            optimizer.zero_grad()
-        report = optimizer.report()
-        optimizer.wait()
-        ends.append((weights(model), optimizer.param_groups[0]["k"]))
-        if overlap:
-            assert report.late_parameters == 0
-            assert "its class changes what is in param_groups" in report.notes[-1]
-    assert_same_bits(ends[0], ends[1])
-
-
-COMPILED = """
-import torch, lowtide
-from torch import nn
-def run(overlap, compiles_at):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 5))
-    call = model
-    optimizer = lowtide.cpu_optimizer(torch.optim.AdamW(model.parameters()), overlap=overlap)
-    found = []
-    for step in range(6):
-        if step == compiles_at:
-            call = torch.compile(model, backend="eager")
-        loss = call(torch.full((3, 30), 0.1 * step)).square().mean()
-        loss.backward()
-        found.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return found, optimizer.report()
-for at in (0, 3):
-    torch._dynamo.reset()
-    plain, _ = run(False, at)
-    torch._dynamo.reset()
-    late, report = run(True, at)
-    assert plain == late, (at, plain, late)
-    assert report.late_parameters == 0, report
-    assert "step() waits for 4 parameters: torch.compile has compiled something" in report.notes[0], report.notes
-"""
-
-FORKED = """
-import os, torch, lowtide
-torch.set_num_threads(1)
-from torch import nn
-from lowtide.optim.arriving import ArrivingParameter
-model = nn.Sequential(*[nn.Linear(600, 600) for _ in range(8)])
-optimizer = lowtide.cpu_optimizer(torch.optim.AdamW(model.parameters()), overlap=True)
-for _ in range(2):
-    model(torch.ones(1, 600)).sum().backward()
-    optimizer.step()
-assert type(model[7].weight) is ArrivingParameter
-child = os.fork()
-if child == 0:
-    model[7].weight.sum()
-    os._exit(7)
-_, status = os.waitpid(child, 0)
-assert os.waitstatus_to_exitcode(status) == 7
-optimizer.wait()
-"""
-
-
-@pytest.mark.cpu
-@pytest.mark.parametrize("program", [COMPILED, FORKED], ids=["compiled", "forked"])
-def test_in_a_process_of_its_own(program: str) -> None:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-
-
-# ---- ends ------------------------------------------------------------------------------------------
-
-
-def _stepped_once() -> nn.Module:
-    model = net(torch.bfloat16)
-    optimizer = adamw(model, overlap=False)
-    backward(model, 0)
-    optimizer.step()
-    return model
-
-
-def _backward_fails(model: Any) -> None:
-    """Whoever brings a gradient for what was not reached hears of it, too."""
-    with pytest.raises(StateError, match="failed"):
-        torch.zeros(63, dtype=torch.bfloat16).add(model[2].bias).sum().backward()
-
-
-@pytest.mark.values
-@pytest.mark.parametrize("forgets", [False, True])
-def test_a_step_that_fails_says_so_to_whoever_uses_what_it_did_not_reach_and_goes_on(
-    gate: Gate, *, forgets: bool
-) -> None:
-    def begun(*, overlap: bool) -> Any:
-        model = net(torch.bfloat16)
-        optimizer = adamw(model, overlap=overlap)
-        for step in range(2):
-            backward(model, step)
-            if overlap and step == 1:
-                gate.close()
-                gate.fails = "parameter 2 of group 0"
-            optimizer.step()
-        return model, optimizer
-
-    expected_model, expected = begun(overlap=False)
-    model, optimizer = begun(overlap=True)
-    before = weights(_stepped_once())
-    if forgets:
-        optimizer.zero_grad()
-    for _ in range(2):
-        with pytest.raises(StateError, match="failed"):
-            model[2].weight.sum()
-    with pytest.raises(StateError, match="MemoryError: no room"):
-        model(x_of(model).bfloat16())
-    model[0].weight.sum()  # this one was reached
-    _backward_fails(model)
-    with pytest.raises(StateError, match=r"wait\(\)"):
-        optimizer.wait()
-    optimizer.wait()  # it has said so
-    gate.fails = None
-    if forgets:
-        # The first was under way when the third was asked for, which failed.
-        assert_same_bits(weights(expected_model)[:1], weights(model)[:1])
-        assert_same_bits(before[1:], weights(model)[1:])
-    else:
-        optimizer.step()
-        assert_same_bits(weights(expected_model), weights(model))
-        assert_same_bits(expected.state_dict(), optimizer.state_dict())
-
-
-@pytest.mark.values
-def test_waiting_that_is_interrupted_can_be_done_again(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected_model, expected = stepped(net, None)
-    model, optimizer = stepped(net, gate)
-    with monkeypatch.context() as patch:
-        patch.setattr(late._Batch, "wait", _interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.wait()
-    assert not gate.is_open
-    assert type(model[4].weight) is ArrivingParameter
-    assert_same_bits(weights(expected_model), weights(model))
-    assert_same_bits(expected.state_dict(), optimizer.state_dict())
-
-
-def _interrupted(self: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def test_an_optimizer_that_is_dropped_while_its_step_goes_on_has_stepped_and_nothing_keeps_its_memory(
-    gate: Gate,
-) -> None:
-    expected = weights(stepped(net, None)[0])
-    model, optimizer = stepped(net, gate)
-    master = weakref.ref(optimizer._rows[0].master)
-    ghost = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert ghost() is None
-    assert_same_bits(expected, weights(model))
-    model(x_of(model))  # and the hook of all modules goes with its end
-    gc.collect()
-    assert master() is None
-
-
-def test_a_model_that_nobody_reads_again_is_freed(gate: Gate) -> None:
-    model, optimizer = stepped(net, gate)
-    gate.opened.set()
-    optimizer._late._going_on[0].join()
-    ghosts = [weakref.ref(p) for p in model.parameters()]
-    gc.collect()
-    gc.disable()
-    try:
-        optimizer.wait()
-        del model, optimizer
-        assert [ghost() for ghost in ghosts] == [None] * 6
-    finally:
-        gc.enable()
-
-
-def test_bad_values_are_refused() -> None:
-    with pytest.raises(ConfigError, match="overlap has no such value"):
-        adamw(net(), overlap=1)

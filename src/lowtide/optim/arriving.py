@@ -1,21 +1,21 @@
 """A parameter whose step has not ended: whoever uses its elements waits, and who asks for its shape does not.
 
-Law: nobody reads old elements unawares. Every call of torch with such a parameter waits for it first; so does a module
-that owns one, before its forward, for what passes torch's functions by. A parameter that could be read in a third way
-(through another tensor over its memory, by compiled code) does not become one.
+Law: every function of torch that a class of tensors can have of its own (``__torch_function__``) waits for such a
+parameter first; so does a module that owns one, before its forward, for what passes such functions by. A parameter that
+can be known to be read in a third way (through another tensor over its memory, by another process, by compiled code)
+does not become one; docs/cpu-optimizer.md names the ways that cannot.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
-from torch.utils._pytree import tree_leaves
 
 from lowtide._torch import (
     CompiledModule,
@@ -25,7 +25,7 @@ from lowtide._torch import (
     without_torch_function,
 )
 
-__all__ = ["Arrival", "ArrivingParameter", "GoingOn", "arrived", "expect", "unwatch", "watch", "why_not"]
+__all__ = ["Arrival", "ArrivingParameter", "GoingOn", "arrived", "end_arrival", "expect", "unwatch", "watch", "why_not"]
 
 Tensor = torch.Tensor
 
@@ -63,8 +63,10 @@ class ArrivingParameter(nn.Parameter):
         if func in _ABOUT:
             with without_torch_function():
                 return func(*args, **options)
-        for leaf in tree_leaves((args, options)):
-            arrived(leaf)
+        waited = [arrived(one) for one in _parameters_in((args, options))]
+        if not waited:  # hidden in a container of somebody's own
+            for step in list(_GOING_ON.values()):
+                step.settle()
         return func(*args, **options)
 
     # These look at the class before they look at the elements.
@@ -82,19 +84,33 @@ class ArrivingParameter(nn.Parameter):
         return repr(arrived(self))
 
 
+def _parameters_in(value: Any) -> Iterator[Tensor]:
+    if type(value) is ArrivingParameter:
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _parameters_in(one)
+    elif isinstance(value, dict):
+        yield from _parameters_in(list(value.values()))
+
+
 def why_not(parameter: Tensor) -> str | None:
     """Why the elements of a parameter could be read unawares, or None."""
     if type(parameter) is not nn.Parameter:
         return f"it is a {type(parameter).__name__}, which has a class of its own"
     if storage_readers(parameter) > 1:
         return "another tensor lies over its memory"
+    shared = parameter.device.type == "cpu" and parameter.is_shared()
+    if shared or not parameter.untyped_storage().resizable():
+        return "its memory is also another process's, or an array's"
     if holds_compiled_code():
         return "torch.compile has compiled something, and compiled code reads without asking"
     return None
 
 
-# A class and its arrival change together, whichever thread is the first to wait.
-_LOCK = threading.Lock()
+# A class and its arrival change together, whichever thread is the first to wait. The collector may run finalizers
+# that read parameters anywhere, here too.
+_LOCK = threading.RLock()
 
 
 def expect(parameter: Tensor, arrival: Arrival) -> None:
@@ -106,18 +122,22 @@ def expect(parameter: Tensor, arrival: Arrival) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def arrived(value: Any, *, waits: bool = True) -> Any:
-    """The same object; if it is a parameter whose step goes on, wait for it, and it is a plain one again."""
-    if type(value) is ArrivingParameter:
-        arrival: Arrival | None = vars(value).get("_arrival")
-        if waits and arrival is not None:
+def arrived(parameter: Any) -> Any:
+    """The same object; if its step goes on, wait for it, and it is a plain one again."""
+    if type(parameter) is ArrivingParameter:
+        arrival: Arrival | None = vars(parameter).get("_arrival")
+        if arrival is not None:
             arrival.wait()
-        with _LOCK:
-            # Meanwhile it may have become one once more.
-            if vars(value).get("_arrival") is arrival:
-                vars(value).pop("_arrival", None)
-                _set_class(value, nn.Parameter)
-    return value
+            end_arrival(parameter, arrival)
+    return parameter
+
+
+def end_arrival(parameter: Any, arrival: Arrival) -> None:
+    """Nobody waits for ``arrival`` any more. By now the parameter may be waiting for another one."""
+    with _LOCK:
+        if vars(parameter).get("_arrival") is arrival:
+            del vars(parameter)["_arrival"]
+            _set_class(parameter, nn.Parameter)
 
 
 def _set_class(parameter: Any, cls: type) -> None:
@@ -131,14 +151,18 @@ class GoingOn(Protocol):
     """A step that goes on."""
 
     @property
-    def ended(self) -> bool:
-        """Whether nothing of it is to be waited for."""
+    def is_here(self) -> bool:
+        """Whether this is the thread in which it goes on."""
+
+    @property
+    def has_ended_well(self) -> bool:
+        """Whether all its parameters are there."""
 
     def join(self) -> None:
         """Wait for its end, good or bad."""
 
     def settle(self) -> None:
-        """Wait for its end, and make its parameters plain ones; raise if it failed. It is watched no more."""
+        """Wait for its end; raise if that was a bad one."""
 
 
 _GOING_ON: dict[int, GoingOn] = {}
@@ -147,29 +171,35 @@ _HANDLES: list[Any] = []
 
 def watch(step: GoingOn) -> None:
     """Modules wait before their forward while ``step`` goes on, and so does a fork, whose child has no such thread."""
-    _GOING_ON[id(step)] = step
-    if not _HANDLES:
-        _HANDLES.append(nn.modules.module.register_module_forward_pre_hook(_before_forward))
+    with _LOCK:
+        _GOING_ON[id(step)] = step
+        if not _HANDLES:
+            _HANDLES.append(nn.modules.module.register_module_forward_pre_hook(_before_forward))
 
 
 def unwatch(step: GoingOn) -> None:
     """This step has ended."""
-    _GOING_ON.pop(id(step), None)
-    if not _GOING_ON:
-        while _HANDLES:
+    with _LOCK:
+        _GOING_ON.pop(id(step), None)
+        while _HANDLES and not _GOING_ON:
             _HANDLES.pop().remove()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _before_forward(module: nn.Module, args: Any) -> None:
-    # Kernels of others may be given a parameter without a call of torch. Scripted modules, compiled ones and captured
-    # ones read all theirs so, and torch.func has put other tensors in their place. Outside of training torch's layers
-    # look at the class of what others own, to choose a faster way.
-    all_of_them = not torch.is_grad_enabled() or any_functorch_transform() or _reads_unasked(module)
-    for step in list(_GOING_ON.values()):
-        if all_of_them or step.ended:
+    steps = list(_GOING_ON.values())
+    if any(step.is_here for step in steps):
+        return  # an optimizer's class may have modules of its own
+    for step in steps:
+        if any_functorch_transform():  # other tensors are in the parameters' places
             step.settle()
-    for parameter in module.parameters(recurse=False):
+        elif step.has_ended_well:
+            unwatch(step)
+    # Kernels of others may be given a parameter without a call of torch. Scripted modules, compiled ones and captured
+    # ones read all that is below them so, and layers that are not in training look at the class of what others own, to
+    # choose a faster way.
+    below = not module.training or not torch.is_grad_enabled() or _reads_unasked(module)
+    for parameter in module.parameters(recurse=below):
         arrived(parameter)
 
 
@@ -178,8 +208,13 @@ def _before_fork() -> None:
         step.join()
 
 
+def _after_fork() -> None:
+    global _LOCK  # noqa: PLW0603 - another thread of the parent's may hold it for good
+    _LOCK = threading.RLock()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork)
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 def _reads_unasked(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from lowtide import device
 from lowtide.errors import ConfigError, StateError, UnsupportedError, explain
 from lowtide.optim import host_row
 from lowtide.optim.gradients import Lanes, Slabs
-from lowtide.optim.host_gradient import Beside
+from lowtide.optim.host_gradient import BesideBackward
 from lowtide.optim.host_row import HostRow, Offload, batches_of, demand_host_room, offload, refresh, step_rows
 from lowtide.optim.kinds import Kind, StateSpec, kind_of, spec_from_state, spec_of
 from lowtide.optim.late import LateSteps
@@ -79,7 +79,7 @@ class CpuOptimizer(WrappedOptimizer):
         self._rows: list[HostRow] = []
         self._by_id: dict[int, HostRow] = {}
         self._lanes = Lanes()
-        self._beside = Beside()
+        self._beside = BesideBackward()
         self._slabs: list[Slabs] = []
         # Torch keeps a hook with the parameter, and the parameter may outlive this optimizer.
         self._handles: list[Any] = []
@@ -87,6 +87,7 @@ class CpuOptimizer(WrappedOptimizer):
         self._unhook = weakref.finalize(self, _remove, self._handles, self._watched)
         self._unhook.atexit = False
         self._late = LateSteps() if overlap else None
+        self._half = False  # the last step failed after it had reached some parameters
         self._steps = 0
         states = dict(inner.state)
         self._add(self._plan(range(len(self.param_groups)), states))
@@ -220,6 +221,7 @@ class CpuOptimizer(WrappedOptimizer):
         late = [] if self._late is None else self._late.choose(due)
         later = {id(row) for row in late}
         worker = Worker(self._inner, passed, late=bool(late))
+        self._half = True
         try:
             for batch in batches_of([row for row in due if id(row) not in later], host_row.BATCH_BYTES):
                 step_rows(batch, worker)
@@ -229,6 +231,7 @@ class CpuOptimizer(WrappedOptimizer):
         if late and self._late is not None:
             self._late.begin(late, worker, self._lanes)
         else:
+            self._half = False
             changes = worker.carry_back()
             if due and self._late is not None:
                 self._late.learn(changes_groups=changes)
@@ -244,16 +247,17 @@ class CpuOptimizer(WrappedOptimizer):
             StateError: that step failed. The parameters that it did not reach are as before, and those of their
                 gradients that were not set to None wait for the next ``step()``.
         """
-        if self._late is not None:
+        if self._late is not None and self._late.goes_on:
             self._late.end()
+            self._half = False
 
     def _collect(self, row: HostRow) -> None:
         parameter = row.parameter
         if not self._grad_offload:
             if row.has_gradient:
                 row.gradient.used()
-            if parameter.grad is not None:
-                row.receive(parameter.grad)
+            if parameter.grad is not None and not (self._half and row.reached and row.was_fetched):
+                row.fetch()
             return
         if not row.hooked and parameter.requires_grad:  # it was frozen until now
             self._hook(row)

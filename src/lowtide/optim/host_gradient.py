@@ -7,54 +7,34 @@ that is guessed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import torch
 
 from lowtide import device
 from lowtide.optim.arriving import Arrival
+from lowtide.optim.beside import Beside
 from lowtide.optim.gradients import Lane, bytes_of, host_memory
 
-__all__ = ["Beside", "HostGradient"]
+__all__ = ["BesideBackward", "HostGradient"]
 
 Tensor = torch.Tensor
 
 
-class Beside:
-    """A thread that works while the loop goes on; started when it is first needed.
+class BesideBackward(Beside):
+    """The thread that adds and measures gradients while backward goes on."""
 
-    It holds what it works on and nothing else, and ends when nobody holds it.
-    """
-
-    def __init__(self, name: str = "lowtide-gradients") -> None:
-        self._name = name
-        self._thread: ThreadPoolExecutor | None = None
+    def __init__(self) -> None:
+        super().__init__("lowtide-gradients")
         # Norms that were asked for so far: the next step will ask for them again.
         self.kinds: set[float] = set()
-        self.jobs = 0
-
-    def submit(self, work: Callable[[], None]) -> Future[None]:
-        """Have ``work`` done after all that was submitted before."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix=self._name)
-        self.jobs += 1
-        return self._thread.submit(_as_here, torch.get_num_threads(), work)
-
-
-def _as_here(threads: int, work: Callable[[], None]) -> None:
-    # Each thread of the host has a number of compute threads of its own, and a sum is cut by it.
-    if torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
-    with torch.no_grad(), device.with_default_device(torch.device("cpu")):
-        work()
 
 
 class HostGradient:
     """One parameter's gradient in host memory, as a row in the order of the parameter's memory."""
 
     def __init__(
-        self, like: Tensor, landing: Tensor, *, strides: tuple[int, ...], beside: Beside | None = None
+        self, like: Tensor, landing: Tensor, *, strides: tuple[int, ...], beside: BesideBackward | None = None
     ) -> None:
         """``landing`` is where copies of gradients ``like`` this arrive; a row is seen with ``strides``.
 

@@ -16,7 +16,7 @@ from lowtide import device
 from lowtide._torch import like_sharded
 from lowtide.errors import UnsupportedError, explain
 from lowtide.optim.gradients import Lanes, Slabs, bytes_of, host_memory
-from lowtide.optim.host_gradient import Beside, HostGradient
+from lowtide.optim.host_gradient import BesideBackward, HostGradient
 from lowtide.optim.kinds import StateSpec
 from lowtide.optim.masters import MASTER, FullMaster
 from lowtide.optim.stand_in import LeftView, demand_current, left, stand_in, used_elsewhere
@@ -55,7 +55,7 @@ class HostRow:
         stepped: torch.dtype,
         spec: StateSpec,
         lanes: Lanes,
-        beside: Beside,
+        beside: BesideBackward,
     ) -> None:
         """``stepped``: the type of what is stepped; ``spec``: the state that its class keeps for it."""
         local = local_part(parameter)
@@ -67,8 +67,12 @@ class HostRow:
         self.state: dict[str, Any] = {}
         self.hooked = False
         self.generation = 0  # of the gradient: what stands in for an earlier one is not this one
+        self.reached = False  # by the last step that took a gradient of it
+        self._source: tuple[weakref.ref[Tensor], int] | None = None
+        self._target: Tensor | None = None
         self._lanes = lanes
         self._beside = beside
+        self._size = local.size()
         self._dense = dense_strides(local)
         # Of a row as the class sees it: the parameter's own, where that has no gaps in its memory.
         self._strides = local.stride() if self._dense else torch.empty(local.shape, device="meta").stride()
@@ -137,7 +141,7 @@ class HostRow:
 
     def shaped(self, row: Tensor) -> Tensor:
         """A row as the class is to see it."""
-        return row.as_strided(local_part(self.parameter).size(), self._strides)
+        return row.as_strided(self._size, self._strides)
 
     # ---- one step ------------------------------------------------------------------------------
 
@@ -164,6 +168,35 @@ class HostRow:
         row = flat_view(in_order_of(given, local)) if self._dense else given.reshape(-1)
         self.gradient.arrive(row, self._lanes.of(local.device))
 
+    def fetch(self) -> None:
+        """Launch the copy of a gradient that has stayed with its parameter until the step."""
+        grad = self.parameter.grad
+        assert grad is not None
+        self._source = None if grad.is_inference() else (weakref.ref(grad), grad._version)
+        self.reached = False
+        self.receive(grad)
+
+    @property
+    def was_fetched(self) -> bool:
+        """Whether the parameter's gradient is, bit for bit, the one that was fetched last."""
+        grad = self.parameter.grad
+        if grad is None or self._source is None:
+            return False
+        of, version = self._source
+        return of() is grad and grad._version == version
+
+    def aim(self) -> None:
+        """A step that goes on beside writes where the parameter is now, and looks at the parameter no more.
+
+        Its version has moved by then, once.
+        """
+        self._target = self.parameter.data
+
+    def take_back(self) -> None:
+        """Such a step has ended; what it did not reach waits for the next one."""
+        self._target = None
+        self.gradient.take_back()
+
     def share(self) -> Share:
         """What the class is to step. The master was refreshed."""
         grad = self.gradient.for_step().to(self.stepped)
@@ -174,7 +207,7 @@ class HostRow:
         self.state = state
         self._made = True
         self.gradient.consume()
-        local = local_part(self.parameter)
+        local, self._target = local_part(self.parameter) if self._target is None else self._target, None
         image = self.master
         if image.dtype != local.dtype:
             # The gradient that lies there was used, and the next one's copy comes behind ours on the same stream.
@@ -188,6 +221,7 @@ class HostRow:
             lane.copy_up(image, flat_view(local))
         else:
             lane.copy_up(image.view(local.shape), local)
+        self.reached = True
         self.gradient.let_go()
 
     def bits(self) -> Tensor:

@@ -6,17 +6,18 @@ moment when ``step()`` was called; who uses a parameter before its update waits 
 
 from __future__ import annotations
 
-import weakref
+import threading
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 
+import torch
+
 from lowtide import device
-from lowtide._torch import without_torch_function
 from lowtide.errors import StateError, explain
-from lowtide.optim.arriving import arrived, expect, unwatch, watch, why_not
+from lowtide.optim.arriving import end_arrival, expect, unwatch, watch, why_not
+from lowtide.optim.beside import Beside
 from lowtide.optim.gradients import Lanes
-from lowtide.optim.host_gradient import Beside
 from lowtide.optim.host_row import HostRow, batches_of, step_rows
 from lowtide.optim.worker import Worker
 
@@ -37,14 +38,20 @@ class _Batch:
 
     def wait(self) -> None:
         """See :class:`lowtide.optim.arriving.Arrival`."""
-        if not self.done.done():
-            self._step.want(self._number)
-        error = self.done.exception()
+        error = self.error()
         if error is not None:
             raise _failed(error) from error
+
+    def error(self) -> BaseException | None:
+        """Wait, and say what went wrong."""
+        if not self.done.done():
+            self._step.demand_elsewhere()
+            self._step.want(self._number)
+        error = self.done.exception()
         # The host waits: streams that were ordered behind step() when it returned need no order of their own.
         for event in self.events:
             event.synchronize()
+        return error
 
 
 class _LateStep:
@@ -53,9 +60,43 @@ class _LateStep:
     def __init__(self, batches: Sequence[list[HostRow]]) -> None:
         self._waiting = dict(enumerate(batches))
         self._wanted: deque[int] = deque()
-        self._parameters = [weakref.ref(row.parameter) for batch in batches for row in batch]
+        self._may_begin = threading.Event()
+        self._thread: int | None = None
         self.batches = [_Batch(number, self) for number in self._waiting]
-        self.ended = False
+        self.has_ended_well = False
+
+    @property
+    def is_here(self) -> bool:
+        """See :class:`lowtide.optim.arriving.GoingOn`."""
+        return self._thread == threading.get_ident()
+
+    def demand_elsewhere(self) -> None:
+        """Raise StateError in the thread in which it goes on, such as from a finalizer: it would wait for itself."""
+        if self.is_here:
+            raise StateError(
+                explain(
+                    "a step waits for itself",
+                    expected="a parameter that is used in another thread",
+                    got="one that the step has not reached, used in the step's own",
+                    where="cpu_optimizer(overlap=True)",
+                    remedy="Use overlap=False where finalizers, or the optimizer's class, use the model.",
+                )
+            )
+
+    def begin(self) -> None:
+        """Let the thread go on."""
+        self._may_begin.set()
+
+    def cancel(self, error: BaseException) -> None:
+        """Nothing is stepped."""
+        self._end_badly(error)
+        self.begin()
+
+    def _end_badly(self, error: BaseException) -> None:
+        self._waiting.clear()
+        for one in self.batches:
+            if not one.done.done():
+                one.done.set_exception(error)
 
     def want(self, number: int) -> None:
         """Step this batch next."""
@@ -70,21 +111,20 @@ class _LateStep:
 
     def run(self, worker: Worker, lanes: Lanes) -> None:
         """On the thread: step all batches, or none after one that fails."""
-        # The thread itself does not wait for what it brings.
-        with without_torch_function():
-            while (number := self._next()) is not None:
-                batch = self.batches[number]
-                try:
-                    step_rows(self._waiting.pop(number), worker)
-                    batch.events = [event for lane in lanes.all() if (event := lane.mark()) is not None]
-                except BaseException as error:  # noqa: BLE001 - whoever waits raises it
-                    self._waiting.clear()
-                    for one in self.batches:
-                        if not one.done.done():
-                            one.done.set_exception(error)
-                    break
-                batch.done.set_result(None)
-        self.ended = True
+        self._thread = threading.get_ident()
+        self._may_begin.wait()
+        while (number := self._next()) is not None:
+            batch = self.batches[number]
+            try:
+                step_rows(self._waiting.pop(number), worker)
+                batch.events = [event for lane in lanes.all() if (event := lane.mark()) is not None]
+            except BaseException as error:  # noqa: BLE001 - whoever waits raises it
+                self._end_badly(error)
+                break
+            batch.done.set_result(None)
+        else:
+            self.has_ended_well = True
+        self._thread = None  # the next step's may have the same number
 
     def join(self) -> None:
         """See :class:`lowtide.optim.arriving.GoingOn`."""
@@ -92,19 +132,11 @@ class _LateStep:
 
     def settle(self) -> None:
         """See :class:`lowtide.optim.arriving.GoingOn`."""
-        try:
-            for batch in self.batches:
-                batch.wait()
-        except StateError:
-            unwatch(self)  # parameters that it did not reach go on saying so
-            raise
+        # For the copies of those that were reached, too, whatever became of the others.
+        for error in [batch.error() for batch in self.batches]:
+            if error is not None:
+                raise _failed(error) from error
         unwatch(self)
-        self.let_go()
-
-    def let_go(self) -> None:
-        """Parameters are plain ones again."""
-        for parameter in self._parameters:
-            arrived(parameter(), waits=False)
 
 
 class LateSteps:
@@ -113,12 +145,17 @@ class LateSteps:
     def __init__(self) -> None:
         self.count = 0
         self._beside = Beside("lowtide-step")
-        self._going_on: tuple[_LateStep, list[HostRow], Worker] | None = None
-        # Why no step may be late; None before the first has shown what the class does.
+        self._going_on: tuple[_LateStep, list[tuple[HostRow, _Batch]], Worker] | None = None
+        # Why no step may be late; the first whole step shows what the class does.
         self._forbids: str | None = None
         self._learned = False
         self._early: Counter[str] = Counter()
         self._first: dict[str, str] = {}
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a step has not been ended."""
+        return self._going_on is not None
 
     def learn(self, *, changes_groups: bool) -> None:
         """What a whole step has shown of its class."""
@@ -132,9 +169,12 @@ class LateSteps:
         self._early.clear()
         if not self._learned:
             return []
+        why_none = self._forbids
+        if why_none is None and torch.is_autocast_enabled("cpu"):
+            why_none = "it was called under autocast, which is of one thread"
         found = []
         for row in due:
-            why = self._forbids or why_not(row.parameter)
+            why = why_none or why_not(row.parameter)
             if why is None:
                 found.append(row)
             else:
@@ -150,18 +190,26 @@ class LateSteps:
             for why, count in self._early.items()
         )
 
-    def begin(self, rows: list[HostRow], worker: Worker, lanes: Lanes) -> None:
+    def begin(self, rows: Sequence[HostRow], worker: Worker, lanes: Lanes) -> None:
         """Step rows whose masters were refreshed, and return before that is done."""
         batches = list(batches_of(rows, LATE_BYTES))
         step = _LateStep(batches)
-        for batch, members in zip(step.batches, batches, strict=True):
-            for row in members:
+        pairs = [(row, batch) for batch, members in zip(step.batches, batches, strict=True) for row in members]
+        # The thread first: if there is none, nothing has changed.
+        self._beside.submit(lambda: step.run(worker, lanes))
+        try:
+            for row, batch in pairs:
+                row.aim()
                 row.gradient.hand_over(batch)
                 expect(row.parameter, batch)
+            watch(step)
+        except BaseException as error:
+            step.cancel(error)
+            self._release(step, pairs)
+            raise
+        self._going_on = (step, pairs, worker)
         self.count = len(rows)
-        self._going_on = (step, rows, worker)
-        watch(step)
-        self._beside.submit(lambda: step.run(worker, lanes))
+        step.begin()
 
     def end(self) -> None:
         """Wait for the step that goes on, if one does.
@@ -172,21 +220,23 @@ class LateSteps:
         if self._going_on is None:
             return
         # Whoever interrupts the waiting finds it going on.
-        step, rows, worker = self._going_on
+        step, pairs, worker = self._going_on
+        step.demand_elsewhere()
         try:
             step.settle()
         except StateError:
-            self._release(step, rows)
+            self._release(step, pairs)
             raise
-        self._release(step, rows)
+        self._release(step, pairs)
         if worker.carry_back():
             self.learn(changes_groups=True)
 
-    def _release(self, step: _LateStep, rows: Sequence[HostRow]) -> None:
+    def _release(self, step: _LateStep, pairs: Sequence[tuple[HostRow, _Batch]]) -> None:
         self._going_on = None
-        step.let_go()
-        for row in rows:
-            row.gradient.take_back()
+        unwatch(step)
+        for row, batch in pairs:
+            row.take_back()
+            end_arrival(row.parameter, batch)
 
 
 def _failed(error: BaseException) -> StateError:

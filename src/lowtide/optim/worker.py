@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from lowtide._torch import OPTIMIZER_HOOKS, unhooked_step
 
@@ -98,36 +99,35 @@ class Worker:
     def carry_back(self) -> bool:
         """Give the optimizer what its class changed of its attributes and groups, as one ``step`` would have.
 
-        Returns whether that was anything.
+        Returns whether anything in a group was changed.
         """
         mine = {key: value for key, value in self._left.items() if key not in self._passed}
-        change = _changed(self._attributes, mine)
-        found = bool(change)
-        vars(self._optimizer).update(change)
+        vars(self._optimizer).update(_changed(self._attributes, mine))
+        found = False
         for number, group in self._left_groups.items():
             target, before = self._optimizer.param_groups[number], self._groups[number]
             change = _changed(before, group)
-            for key, version in self._versions[number].items():
-                if key in change or before[key]._version == version:
-                    continue
-                found = True
+            written = [k for k, v in self._versions[number].items() if k not in change and before[k]._version != v]
+            for key in written:
                 if target[key] is not before[key]:
                     target[key].copy_(before[key])
-            found = found or bool(change)
             target.update(change)
+            found = found or bool(change) or bool(written)
         return found
 
 
 def _values_of(group: Mapping[str, Any], *, copies: bool) -> dict[str, Any]:
-    return {
-        key: value.clone() if copies and isinstance(value, Tensor) else value
-        for key, value in group.items()
-        if key != "params"
-    }
+    return {key: tree_map(_copied, value) if copies else value for key, value in group.items() if key != "params"}
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _versions_of(group: Mapping[str, Any]) -> dict[str, int]:
-    return {key: value._version for key, value in group.items() if isinstance(value, Tensor)}
+    tensors = {key: value for key, value in group.items() if isinstance(value, Tensor)}
+    # One made for inference has no version, and cannot be written to outside of that.
+    return {key: value._version for key, value in tensors.items() if not value.is_inference()}
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
