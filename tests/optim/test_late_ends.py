@@ -291,6 +291,24 @@ def test_where_the_begin_is_interrupted_the_step_can_be_made_again(gate: Gate, m
     assert_same_bits(ends[0], ends[1])
 
 
+def test_nothing_is_stepped_before_every_parameter_waits(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    optimizer = adamw(model)
+    stepped_early = []
+
+    def expects(*args: Any) -> None:
+        arriving.expect(*args)
+        stepped_early.append(gate.reached.wait(0.05))
+
+    monkeypatch.setattr(late, "expect", expects)
+    for step in range(2):
+        backward(model, step)
+        optimizer.step()
+    optimizer.wait()
+    assert stepped_early == [False] * 6
+    assert gate.reached.is_set()
+
+
 class Learned(torch.optim.SGD):
     """Asks a module in its step, as learned optimizers do."""
 

@@ -147,6 +147,19 @@ def _saved_by_a_function(model: Any) -> Any:
     return x.grad
 
 
+class Holder:
+    """What a library passes to a function of its own, which asks torch whether a class wants to see it first."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+
+def _total(holder: Holder) -> Any:
+    if torch.overrides.has_torch_function((holder.weight,)):
+        return torch.overrides.handle_torch_function(_total, (holder.weight,), holder)
+    return holder.weight.sum()
+
+
 class Several(list):  # type: ignore[type-arg]
     """A list of somebody's own."""
 
@@ -195,6 +208,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "a copy into another": lambda m: torch.zeros(5).copy_(m[4].bias.detach()),
     "out of a parameter": lambda m: torch.mul(m[4].bias.detach(), 2.0, out=torch.zeros(5)),
     "a list of its own": lambda m: torch.cat(Several([m[0].bias, m[2].bias])),
+    "an object of its own": lambda m: _total(Holder(m[2].bias)),
     "a Function that saves": _saved_by_a_function,
     "a gradient": lambda m: torch.autograd.grad(m(x_of(m)).sum(), m[4].weight),
 }
@@ -352,6 +366,7 @@ def test_a_scripted_module_waits_for_all_it_holds(gate: Gate) -> None:
             if held is not None and step:
                 held.close()
             optimizer.step()
+        torch.jit.freeze(scripted.eval())(x_of(model))  # what has no parameters any more is let by
         ends.append(scripted(x_of(model)))
         optimizer.wait()
     assert_same_bits(ends[0], ends[1])

@@ -63,11 +63,13 @@ class ArrivingParameter(nn.Parameter):
         if func in _ABOUT:
             with without_torch_function():
                 return func(*args, **options)
-        waited = [arrived(one) for one in _parameters_in((args, options))]
-        if not waited:  # hidden in a container of somebody's own
-            for step in list(_GOING_ON.values()):
-                step.settle()
-        return func(*args, **options)
+        if [arrived(one) for one in _parameters_in((args, options))]:
+            return func(*args, **options)
+        # It is hidden in something of somebody's own, and we do not see which it is.
+        for step in list(_GOING_ON.values()):
+            step.settle()
+        with without_torch_function():
+            return func(*args, **options)
 
     # These look at the class before they look at the elements.
 
@@ -198,7 +200,8 @@ def _before_forward(module: nn.Module, args: Any) -> None:
     # Kernels of others may be given a parameter without a call of torch. Scripted modules, compiled ones and captured
     # ones read all that is below them so, and layers that are not in training look at the class of what others own, to
     # choose a faster way.
-    below = not module.training or not torch.is_grad_enabled() or _reads_unasked(module)
+    training = getattr(module, "training", False)  # a scripted one may have lost it
+    below = not training or not torch.is_grad_enabled() or _reads_unasked(module)
     for parameter in module.parameters(recurse=below):
         arrived(parameter)
 

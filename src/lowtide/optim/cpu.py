@@ -240,8 +240,8 @@ class CpuOptimizer(WrappedOptimizer):
     def wait(self) -> None:
         """Wait for the step that goes on beside the loop; for ``overlap=True``, else there is none.
 
-        Needed before what reads parameters without a call of torch: the replay of a captured graph, a kernel that was
-        given an address before.
+        Needed before what reads parameters in a way that torch lets nobody override, such as ``torch.tensor(p)`` or the
+        replay of a captured graph; docs/cpu-optimizer.md lists them.
 
         Raises:
             StateError: that step failed. The parameters that it did not reach are as before, and those of their
@@ -371,9 +371,9 @@ def cpu_optimizer(
     functions get a copy on the device.
 
     Hazard: a function that reads such a gradient makes the host wait. After ``step()`` it is used up, and reading it
-    raises. Editing a parameter makes its master anew for the edited elements. With ``overlap=True``, what reads memory
-    with no call of torch and outside of the module that owns it (the replay of a captured graph, an address taken
-    before) needs :meth:`CpuOptimizer.wait` first, and a step that fails raises where what it did not reach is used.
+    raises. Editing a parameter makes its master anew for the edited elements. With ``overlap=True``, what torch lets
+    nobody override (``torch.tensor(p)``, scripted functions, the replay of a captured graph) reads what is there at the
+    moment: it needs :meth:`CpuOptimizer.wait` first; and a step that fails raises where what it did not reach is used.
 
     Args:
         optimizer: an instance of a ``torch.optim`` optimizer, before or after its first step. Its state moves over.
