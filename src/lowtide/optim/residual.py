@@ -38,9 +38,11 @@ Path = Literal["blocks", "dense", "triton"]
 _BLOCK = 1 << 16
 # Elements that are looked through for ties together: bounds the scratch.
 _SPAN = 1 << 22
-# Ties are rare: the lowest code of each row of so many elements is found while the row is in the cache, which
-# costs a tenth of a comparison of each element.
+# Ties are rare: the lowest code of each row of so many elements is found first, which costs a tenth of a comparison of
+# each element.
 _ROW = 512
+# Bytes of the mask that are looked through at once: their indices are scratch, too.
+_LOOK = 1 << 18
 # Above this share of rows (or bytes of the mask) with a tie, going through all elements is cheaper than by index. So
 # it is up to this many elements: some twenty small operators are the price of an index.
 _MANY = 1 / 16
@@ -79,7 +81,7 @@ def split(master: Tensor, weight: Tensor, code: Tensor, ties: Tensor | None, mod
     """Write the cast of ``master`` to ``weight`` and what is left over to ``code`` and ``ties``.
 
     All are rows: float32, bfloat16, int16 of ``n`` elements, and in mode ``exact`` uint8 of :func:`tie_bytes`. Cost on
-    the CPU: about twice that of a fused AdamW step, together with :func:`merge` (``benchmarks/residual.py``), and
+    the CPU: up to twice that of a fused AdamW step, together with :func:`merge` (``benchmarks/residual.py``), and
     bounded scratch. Elsewhere: 6 bytes of scratch an element, none where Triton serves the device.
 
     >>> x = torch.tensor([1.0, 1.00390625, -3e-41])  # the second is a tie
@@ -155,13 +157,12 @@ def _split_away(master: Tensor, weight: Tensor, code: Tensor) -> None:
 
 def _split_span(master: Tensor, weight: Tensor, code: Tensor, ties: Tensor | None) -> None:
     n, whole = code.numel(), code.numel() // _ROW * _ROW
-    lowest = torch.full((-(-n // _ROW),), _HIGHEST, dtype=torch.int16, device=code.device)
-    for number, (x, b, w, c) in enumerate(_blocks(master, master.view(torch.int32), weight, code)):
+    for x, b, w, c in _blocks(master, master.view(torch.int32), weight, code):
         c.copy_(b)  # the low half: a cast to fewer bits keeps them
-        if rows := c.numel() // _ROW:
-            first = number * (_block() // _ROW)
-            torch.amin(c[: rows * _ROW].view(rows, _ROW), 1, out=lowest[first : first + rows])
         w.copy_(x)
+    lowest = torch.full((-(-n // _ROW),), _HIGHEST, dtype=torch.int16, device=code.device)
+    # In one call: a reduction takes longer to begin than to go through a block.
+    torch.amin(code[:whole].view(-1, _ROW), 1, out=lowest[: whole // _ROW])
     if whole < n:
         torch.amin(code[whole:], 0, out=lowest[-1])
     if ties is not None:
@@ -213,15 +214,38 @@ def _merge_blocks(weight: Tensor, code: Tensor, master: Tensor) -> None:
 def _add_marked(ties: Tensor, master: Tensor) -> None:
     """Bring the marked elements up to where they were."""
     bits = master.view(torch.int32)
-    if not (count := int(torch.count_nonzero(ties))):
-        return
-    if master.numel() <= _SMALL or count > _MANY * ties.numel():
+    held = _marked_bytes(ties, int(_MANY * ties.numel()))
+    if held is None or (master.numel() <= _SMALL and held.numel()):
         _add_all(ties, bits)
         return
-    held = ties.nonzero().view(-1)
+    if not held.numel():
+        return
     places = torch.arange(8, device=ties.device)
     marked = ((ties[held].unsqueeze(1) >> places) & 1).bool()
     bits[(8 * held.unsqueeze(1) + places)[marked]] += 1
+
+
+def _marked_bytes(ties: Tensor, most: int) -> Tensor | None:
+    """Where bytes with a mark are, or None if there may be more than ``most``."""
+    found: list[Tensor] = []
+    # To look for them is most of the cost, as they are rare: eight bytes at a time, where they lie so.
+    whole = 0 if ties.storage_offset() % 8 else ties.numel() // 8 * 8
+    for start in range(0, whole, _LOOK):
+        part = ties[start : min(start + _LOOK, whole)]
+        words = part.view(torch.int64).nonzero().view(-1)
+        most -= 8 * words.numel()
+        if most < 0:
+            return None
+        if words.numel():
+            word, byte = part.view(-1, 8)[words].nonzero().unbind(1)
+            found.append(8 * words[word] + byte + start)
+    for start in range(whole, ties.numel(), _LOOK // 8):
+        single = ties[start : start + _LOOK // 8].nonzero().view(-1)
+        most -= single.numel()
+        if most < 0:
+            return None
+        found.append(single + start)
+    return torch.cat(found) if found else ties.new_empty(0, dtype=torch.int64)
 
 
 def _add_all(ties: Tensor, bits: Tensor) -> None:
