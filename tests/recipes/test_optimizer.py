@@ -11,6 +11,7 @@ from torch import nn
 
 import lowtide
 from lowtide import CpuOptimizer, MemoryConfig, SwapOptimizer
+from lowtide.demo.model import GPT, Shape
 from lowtide.errors import CapacityError, ConfigError
 from lowtide.integrations.session import TrainingCallback
 
@@ -137,6 +138,40 @@ def test_a_step_on_the_host_or_where_it_is_faster_is_part_of_a_configuration(
     assert all(torch.equal(a, b) for a, b in zip(expected, train(model, applied.optimizer), strict=True))
     applied.undo()
     train(model, inner)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"full_recompute_num_layers": 2},
+        {"recompute_activation_function": True},
+        {"swap_attention": True},
+        {"swap_attention": True, "recompute_norm": True},
+        {"recompute_method": "uniform", "full_recompute_num_layers": 2},
+        {"full_recompute_num_layers": 4, "swap_layer_input": True},
+    ],
+)
+def test_a_step_goes_on_beside_layers_of_every_treatment(fields: dict[str, Any]) -> None:
+    ends = []
+    for overlap in (False, True):
+        torch.manual_seed(0)
+        model = GPT(Shape(layers=4, heads=2, width=32, context=32, vocabulary=16)).to(torch.get_default_device())
+        inner = torch.optim.AdamW(model.parameters())
+        config = MemoryConfig(optimizer_offload="host", grad_offload=True, optimizer_overlap=overlap, **fields)
+        optimizer = lowtide.apply(model, config, inner).optimizer
+        assert isinstance(optimizer, CpuOptimizer)
+        for step in range(3):
+            draw = torch.Generator("cpu").manual_seed(step)
+            tokens = torch.randint(0, 16, (2, 32), generator=draw, device="cpu").to(torch.get_default_device())
+            for _ in range(2):
+                model(tokens).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        report = optimizer.report()
+        assert report.late_parameters == (report.parameters if overlap else 0), report.notes
+        ends.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
 @pytest.mark.parametrize(
