@@ -96,7 +96,13 @@ def test_a_way_out_that_fails_leaves_the_bytes_on_the_device(
         if not late:
             raise CapacityError("no space left")
         slot, ticket = write(source)
-        monkeypatch.setattr(type(ticket), "wait", _lost, raising=True)
+        plain = type(ticket).wait
+
+        def lost(ticket: Any) -> None:
+            plain(ticket)  # until it has ended the writer reads the buffer
+            raise TierError("no space left")
+
+        monkeypatch.setattr(type(ticket), "wait", lost, raising=True)
         return slot, ticket
 
     monkeypatch.setattr(carrier._file.tier, "write", full)
@@ -112,10 +118,6 @@ def test_a_way_out_that_fails_leaves_the_bytes_on_the_device(
     tensor.async_load()
     tensor.wait_load()
     assert torch.equal(tensor.get_val().cpu(), noise(1 << 20, torch.device("cpu")))
-
-
-def _lost(ticket: Any) -> None:
-    raise TierError("no space left")
 
 
 @pytest.mark.values
