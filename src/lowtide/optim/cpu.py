@@ -363,12 +363,11 @@ def cpu_optimizer(
     that are on their way, 64 MiB or one of them. Host memory for AdamW: up to 18 bytes an element of 16 bits, 20 of 32.
 
     On the CPU the result has the bits of the same loop with separate float32 masters. Under an accelerator it has not
-    the bits of a step there: other kernels. See :func:`lowtide.swap_optimizer` for one that has.
+    the bits of a step there, which :func:`lowtide.swap_optimizer` has: other kernels.
 
     With ``grad_offload=True``, after a gradient has left, ``parameter.grad`` stands in for it: the same shape, type and
     device, no memory there. Clipping, ``GradScaler``, ``zero_grad`` of the optimizer or of the model,
-    DistributedDataParallel and FSDP2 use it as they use any other; norms are those of the sums in float32. Other
-    functions get a copy on the device.
+    DistributedDataParallel and FSDP2 use it as any other; norms are of the float32 sums. Others get a device copy.
 
     Hazard: a function that reads such a gradient makes the host wait. After ``step()`` it is used up, and reading it
     raises. Editing a parameter makes its master anew for the edited elements. With ``overlap=True``, what torch lets
@@ -380,8 +379,8 @@ def cpu_optimizer(
         master: ``"fp32"``: parameters of 16 bits are stepped through a float32 master. None: in their own type.
         grad_offload: whether gradients leave the device in backward. False: they stay in ``parameter.grad`` until
             ``step()``, for a loop that computes much with them.
-        overlap: ``step()`` returns when it is known what will be stepped; a thread steps, and whoever uses a parameter
-            first waits for it. Not for the first step, nor for parameters that could be read unasked: they are counted.
+        overlap: ``step()`` returns when it is known what will be stepped; a thread steps, and who uses a parameter
+            waits for it. Not the first step, nor parameters that could be read unasked, which are counted.
 
     Raises:
         ConfigError: an argument has a wrong value.

@@ -178,7 +178,7 @@ class HostRow:
 
     @property
     def was_fetched(self) -> bool:
-        """Whether the parameter's gradient is, bit for bit, the one that was fetched last."""
+        """Whether the parameter's gradient is the one that was fetched last, and no version tells of a change."""
         grad = self.parameter.grad
         if grad is None or self._source is None:
             return False
