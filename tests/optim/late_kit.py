@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from lowtide.optim import cpu, late
 from lowtide.optim.cpu import CpuOptimizer
 
-from .kit import backward, net
+from .kit import backward
 
-__all__ = ["Gate", "adamw", "cpu_optimizer", "net", "stepped", "x_of"]
+__all__ = ["Gate", "adamw", "cpu_optimizer", "held_step", "stepped", "x_of"]
 
 cpu_optimizer = functools.partial(cpu.cpu_optimizer, grad_offload=True, overlap=True)
 
@@ -44,9 +44,11 @@ class Gate:
 
     def _opening(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def opened(*args: Any) -> Any:
-            found = method(*args) if method.__name__ == "want" else None
+            if method.__name__ == "join":  # which returns at the end alone
+                self.opened.set()
+            found = method(*args)
             self.opened.set()
-            return found if method.__name__ == "want" else method(*args)
+            return found
 
         return opened
 
@@ -64,15 +66,20 @@ def adamw(model: nn.Module, **options: Any) -> CpuOptimizer:
     return cpu_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01, fused=True), **options)
 
 
+def held_step(optimizer: torch.optim.Optimizer, held: Gate | None) -> None:
+    """A step, which goes on and stands still if there is a gate."""
+    if held is not None:
+        held.close()
+    optimizer.step()
+
+
 def stepped(make: Callable[[], nn.Module], gate: Gate | None, feed: Callable[[nn.Module, int], Any] = backward) -> Any:
     """A model after two steps, of which the last goes on and stands still if there is a gate; and its optimizer."""
     model = make()
     optimizer = adamw(model, overlap=gate is not None)
     for step in range(2):
         feed(model, step)
-        if gate is not None and step == 1:
-            gate.close()
-        optimizer.step()
+        held_step(optimizer, gate if step else None)
         optimizer.zero_grad()
     return model, optimizer
 

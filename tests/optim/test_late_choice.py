@@ -14,7 +14,7 @@ from lowtide.errors import ConfigError
 from lowtide.optim.cpu import CpuOptimizer
 
 from .kit import assert_same_bits, backward, net, weights
-from .late_kit import Gate, adamw, cpu_optimizer
+from .late_kit import Gate, adamw, cpu_optimizer, held_step
 
 
 def _notes_and_weights(model: nn.Module, optimizer: CpuOptimizer, steps: int = 3) -> Any:
@@ -35,9 +35,7 @@ def test_a_parameter_with_another_tensor_over_its_memory_is_stepped_at_once_and_
         shadow, exported = model[0].weight.data, model[4].bias.untyped_storage()
         for step in range(3):
             backward(model, step)
-            if held is not None:
-                held.close()
-            optimizer.step()
+            held_step(optimizer, held)
             optimizer.zero_grad()
         ends.append(shadow.clone())
         report = optimizer.report()

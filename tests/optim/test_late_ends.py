@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lowtide
 from lowtide.errors import StateError
@@ -19,7 +19,7 @@ from lowtide.optim.arriving import ArrivingParameter
 from lowtide.optim.cpu import CpuOptimizer
 
 from .kit import OPTIMIZERS, assert_same_bits, backward, net, weights
-from .late_kit import Gate, adamw, cpu_optimizer, stepped, x_of
+from .late_kit import Gate, adamw, cpu_optimizer, held_step, stepped, x_of
 
 # ---- ends ------------------------------------------------------------------------------------------
 
@@ -32,10 +32,17 @@ def _stepped_once() -> nn.Module:
     return model
 
 
-def _backward_fails(model: Any) -> None:
-    """Whoever brings a gradient for what was not reached hears of it, too."""
-    with pytest.raises(StateError, match="failed"):
-        torch.zeros(63, dtype=torch.bfloat16).add(model[2].bias).sum().backward()
+class Brings(torch.autograd.Function):
+    """Brings a parameter a gradient without a look at its elements."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.shape = weight.shape
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad, grad.new_ones(ctx.shape)
 
 
 @pytest.mark.values
@@ -66,7 +73,9 @@ def test_a_step_that_fails_says_so_to_whoever_uses_what_it_did_not_reach_and_goe
     with pytest.raises(StateError, match="MemoryError: no room"):
         model(x_of(model).bfloat16())
     model[0].weight.sum()  # this one was reached
-    _backward_fails(model)
+    out = Brings.apply(torch.ones(3, dtype=torch.bfloat16, requires_grad=True), model[2].bias)  # type: ignore[no-untyped-call]
+    with pytest.raises(StateError, match="failed"):
+        out.sum().backward()
     with pytest.raises(StateError, match=r"wait\(\)"):
         optimizer.wait()
     optimizer.wait()  # it has said so
@@ -168,8 +177,6 @@ def _no_room(overlap: bool, share: Callable[[], Any]) -> Any:  # noqa: FBT001
 
 @pytest.mark.values
 def test_what_was_reached_before_a_failure_has_arrived_when_the_failure_is_told(gate: Gate) -> None:
-    model, optimizer = stepped(net, None)
-    optimizer.unwrap()
     model = net()
     optimizer = adamw(model)
     backward(model, 0)
@@ -214,9 +221,7 @@ def test_of_two_optimizers_over_the_same_parameters_each_ends_its_own_step(gate:
         for step in range(4):
             model.zero_grad()
             backward(model, step)
-            if held is not None:
-                held.close()
-            made[0].step()
+            held_step(made[0], held)
             made[1].step()
             if held is not None:
                 held.close()
@@ -246,7 +251,7 @@ def test_an_arrival_ends_no_other_one() -> None:
 def test_where_no_thread_can_be_started_nothing_has_changed(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = []
     for held in (None, gate):
-        model, optimizer = net(), None
+        model = net()
         optimizer = adamw(model, overlap=held is not None)
         for step in range(3):
             backward(model, step)
@@ -415,9 +420,7 @@ def test_hyperparameters_within_others_are_those_of_the_moment_too(gate: Gate) -
         optimizer = cpu_optimizer(inner, overlap=held is not None)
         for step in range(3):
             backward(model, step)
-            if held is not None:
-                held.close()
-            optimizer.step()
+            held_step(optimizer, held)
             betas[0].mul_(0.9)
             optimizer.zero_grad()
         ends.append(weights(model))

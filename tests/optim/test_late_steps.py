@@ -23,7 +23,7 @@ from lowtide.optim import late
 from lowtide.optim.arriving import ArrivingParameter
 
 from .kit import assert_same_bits, backward, net, weights
-from .late_kit import Gate, adamw, cpu_optimizer, stepped, x_of
+from .late_kit import Gate, adamw, cpu_optimizer, held_step, stepped, x_of
 
 # ---- who waits, and who does not -------------------------------------------------------------------
 
@@ -419,9 +419,7 @@ def test_a_step_has_the_hyperparameters_of_the_moment_when_it_was_called(gate: G
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         for step in range(4):
             backward(model, step)
-            if held is not None:
-                held.close()
-            optimizer.step()
+            held_step(optimizer, held)
             schedule.step()
             optimizer.param_groups[0]["weight_decay"] = 0.1 * step
             optimizer.zero_grad()
@@ -438,9 +436,7 @@ def test_gradients_that_come_while_a_step_goes_on_are_the_next_ones(gate: Gate, 
         optimizer = adamw(model, overlap=held is not None)
         for step in range(3):
             backward(model, step)
-            if held is not None:
-                held.close()
-            optimizer.step()
+            held_step(optimizer, held)
             optimizer.zero_grad(set_to_none=to_none)
             # By hand, and by a backward that does not read what it is the gradient of.
             model[4].bias.grad = torch.ones(5)
@@ -473,9 +469,7 @@ def test_two_optimizers_of_one_process_go_on_side_by_side(gate: Gate) -> None:
         for step in range(4):
             for model, optimizer in zip(models, optimizers, strict=True):
                 backward(model, step)
-                if held is not None:
-                    held.close()
-                optimizer.step()
+                held_step(optimizer, held)
                 optimizer.zero_grad()
         ends.append([weights(model) for model in models])
         for optimizer in optimizers:
